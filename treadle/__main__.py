@@ -1,0 +1,7 @@
+"""`python -m treadle`."""
+
+import sys
+
+from treadle.cli import main
+
+sys.exit(main())

@@ -1,0 +1,302 @@
+"""The Python API: language models in a few lines, and compiled training steps for other models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treadle import backends, models
+from treadle.config import Config, with_values
+from treadle.data.corpus import Dataset, open_data
+from treadle.data.sampler import Sampler, eval_windows
+from treadle.data.tokenizer import Tokenizer
+from treadle.errors import CheckpointError, ConfigError, NonFiniteError, TokenizerError
+from treadle.generate import Sampling, add_next_token, generate_ids, start_ids
+from treadle.graph.op import Graph
+from treadle.graph.program import Program
+from treadle.graph.value import Value
+from treadle.models.base import Model, declare
+from treadle.train.checkpoint import load_checkpoint, save_checkpoint
+from treadle.train.program import SCALARS, OptimizerSettings, add_update, train_graph
+from treadle.train.registry import find_checkpoint
+from treadle.train.schedule import learning_rate
+from treadle.train.session import Session
+
+PathLike = str | os.PathLike[str]
+
+# ---------------------------------------------------------------- language models
+
+
+def load_data(path: PathLike, tokenizer: str = "auto", vocab_size: int | None = None) -> Dataset:
+    """The tokens of a text file or a directory of texts, from the cache where it has them.
+
+    tokenizer: "char", "byte", "bpe" (trained on the text, with vocab_size entries), the path of a
+    tokenizer.json, or "auto", which follows the size of the text. DataError for unusable texts.
+    """
+    values = {"data.path": str(path), "data.tokenizer": tokenizer, "data.vocab_size": vocab_size}
+    # A context of one token, because which context a model wants is not known here.
+    return open_data(with_values(Config(), values | {"model.block_size": 1}))[1]
+
+
+class LanguageModel:
+    """A model with its weights and its tokenizer.
+
+    weights: float32 arrays by parameter name; fresh ones from `seed` when None.
+    device: "auto", "cpu" or "numpy"; threads: of the CPU, all physical cores when None.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        weights: Mapping[str, np.ndarray] | None = None,
+        seed: int = 1337,
+        device: str = "auto",
+        threads: int | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        self.backend, _ = backends.select(device, threads)
+        self.weights = dict(weights or {p.name: p.initial(seed) for p in model.parameters()})
+        self.notes: list[str] = []
+        self._decoder: Any = None
+
+    def fit(
+        self,
+        data: Dataset,
+        steps: int,
+        batch_size: int = 12,
+        lr: float = 1e-3,
+        optimizer: OptimizerSettings | None = None,
+        on_step: Callable[[int, float], None] | None = None,
+    ) -> list[float]:
+        """Train for `steps` optimizer steps with warmup and cosine decay to lr / 10.
+
+        Returns the loss of every step in nats. on_step(step, loss) is called after each.
+        NonFiniteError when a loss is not finite; the weights are those before that step.
+        """
+        if data.vocab_size > self.model.vocab_size:
+            raise ConfigError(
+                f"the data have {data.vocab_size} token ids, the model {self.model.vocab_size}; "
+                "build it with vocab_size=data.vocab_size"
+            )
+        settings = optimizer or OptimizerSettings()
+        block = self.model.block_size
+        sampler = Sampler(data.train, block, batch_size, self.seed)
+        session = Session(self.model, self.backend, settings, batch_size, block, seed=self.seed)
+        session.load_weights(self.weights)
+        losses: list[float] = []
+        for step in range(steps):
+            inputs, targets, _ = sampler.batch(step)
+            rate = learning_rate(
+                step, name="cosine", lr=lr, min_lr=lr / 10,
+                warmup_steps=min(100, steps // 10), steps=steps,
+            )  # fmt: skip
+            result = session.step(step, inputs, targets, rate)
+            if not result.applied:
+                self._take(session)
+                raise NonFiniteError(f"step {step + 1}: the loss is {result.loss}; lower lr ({lr})")
+            losses.append(result.loss)
+            if on_step is not None:
+                on_step(step + 1, result.loss)
+        self._take(session)
+        return losses
+
+    def _take(self, session: Session) -> None:
+        self.weights, self._decoder = session.weights(), None
+        session.executable.close()
+
+    def loss(self, tokens: np.ndarray, batch_size: int = 8) -> float:
+        """Mean cross-entropy in nats over all of tokens [N], in windows of block_size."""
+        session = Session(
+            self.model, self.backend, OptimizerSettings(), batch_size, self.model.block_size
+        )
+        session.load_weights(self.weights)
+        value = session.evaluate(eval_windows(tokens, self.model.block_size, batch_size))
+        session.executable.close()
+        return value
+
+    def generate(self, prompt: str = "", tokens: int = 200, **sampling: Any) -> str:
+        """The prompt and what the model writes after it. sampling: see generate.Sampling."""
+        return prompt + "".join(self.stream(prompt, tokens, Sampling(**sampling)))
+
+    def stream(
+        self,
+        prompt: str,
+        tokens: int,
+        sampling: Sampling,
+        notice: Callable[[str], None] | None = None,
+    ) -> Iterator[str]:
+        """Yield text as it is written. notice gets a line when the context starts to slide."""
+        if self.tokenizer is None:
+            raise TokenizerError(
+                "this model has no tokenizer; give one with --tokenizer FILE, or --vocab and "
+                "--merges"
+            )
+        ids = [int(i) for i in self.tokenizer.encode(prompt)] or start_ids(self.tokenizer)
+        stream = self.tokenizer.stream()
+        block = self.model.block_size
+
+        def sliding() -> None:
+            if notice is not None:
+                notice(f"the text is now longer than the context: the last {block} tokens count")
+
+        new = generate_ids(
+            self._executable(), block, ids, tokens, sampling, self.tokenizer.eos_id, sliding
+        )
+        for token in new:
+            if piece := stream.push(token):
+                yield piece
+        if piece := stream.finish():
+            yield piece
+
+    def _executable(self) -> Any:
+        if self._decoder is None:
+            program = Program()
+            declare(program, self.model)
+            add_next_token(program, self.model)
+            self._decoder = self.backend.load(program)
+            for name, array in self.weights.items():
+                self._decoder.write(name, array)
+        return self._decoder
+
+    def save(self, directory: PathLike) -> None:
+        """Write a checkpoint directory that `load` and Hugging Face's tools open."""
+        tokenizer = self.tokenizer
+        save_checkpoint(
+            directory,
+            config=self.model.hf_config(tokenizer.eos_id if tokenizer else None),
+            tensors=self.model.to_hf(self.weights),
+            optimizer=None,
+            tokenizer_json=tokenizer.to_json() if tokenizer else None,
+            tokenizer_config=tokenizer.hf_config(self.model.block_size) if tokenizer else None,
+            state={},
+        )
+
+
+def load(
+    path: PathLike,
+    device: str = "auto",
+    threads: int | None = None,
+    tokenizer: PathLike | None = None,
+    vocab: PathLike | None = None,
+    merges: PathLike | None = None,
+) -> LanguageModel:
+    """The model of a run (its best checkpoint), a checkpoint directory or a model.safetensors.
+
+    The tokenizer is the one inside; `tokenizer`, else `vocab` and `merges`, serve where there is
+    none. CheckpointError, CorruptError or TokenizerError in one line.
+    """
+    found, note = find_checkpoint(path, "best")
+    checkpoint = load_checkpoint(found, with_optimizer=False)
+    if not checkpoint.config:
+        raise CheckpointError(f"{found}: neither config.json nor a config inside the file")
+    model = models.from_hf_config(checkpoint.config)
+    if checkpoint.tokenizer_json is not None:
+        words: Tokenizer | None = Tokenizer.load(checkpoint.tokenizer_json.encode())
+    elif tokenizer is not None:
+        words = Tokenizer.load(tokenizer)
+    elif vocab is not None and merges is not None:
+        words = Tokenizer.from_vocab_merges(vocab, merges)
+    else:
+        words = None
+    result = LanguageModel(
+        model, words, model.from_hf(checkpoint.tensors), device=device, threads=threads
+    )
+    result.notes = [note] if note else []
+    return result
+
+
+# ---------------------------------------------------------------- models of one's own
+
+LossFunction = Callable[..., Value]
+
+
+@dataclass
+class TrainingStep:
+    """A compiled step: call it with the inputs by keyword, get the loss of before the update."""
+
+    program: Program
+    executable: Any
+    optimizer: OptimizerSettings
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    lr: float
+    count: int = 0
+    _outputs: tuple[str, ...] = field(default=())
+
+    def __call__(self, **inputs: np.ndarray) -> float:
+        """One optimizer step on `inputs`; returns the loss."""
+        self._write(inputs)
+        run, (b1, b2) = self.executable, self.optimizer.betas
+        self.count += 1
+        values = (self.lr, 1 - b1**self.count, 1 - b2**self.count, 1.0, 1.0)
+        for name, value in zip(SCALARS, values, strict=True):
+            run.write(name, np.float32(value))
+        run.run("micro_first", "update")
+        return float(run.read("loss"))
+
+    def loss(self, **inputs: np.ndarray) -> float:
+        """The loss on `inputs`, without an update."""
+        self._write(inputs)
+        self.executable.run("micro_first")
+        return float(self.executable.read("loss"))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A copy of a parameter."""
+        return self.executable.read(name)
+
+    def __setitem__(self, name: str, array: np.ndarray) -> None:
+        self.executable.write(name, array)
+
+    def _write(self, inputs: Mapping[str, np.ndarray]) -> None:
+        if set(inputs) != set(self.inputs):
+            raise ConfigError(
+                f"expected the inputs {', '.join(self.inputs)}; got {', '.join(inputs) or 'none'}"
+            )
+        for name, array in inputs.items():
+            self.executable.write(name, np.asarray(array))
+
+
+def compile(  # noqa: A001 - the name that users of the field look for
+    fn: LossFunction,
+    params: Mapping[str, np.ndarray],
+    inputs: Mapping[str, tuple[int, ...]],
+    optimizer: OptimizerSettings | None = None,
+    lr: float = 1e-2,
+    device: str = "auto",
+    threads: int | None = None,
+) -> TrainingStep:
+    """Compile a loss function into a training step.
+
+    fn(**params, **inputs) is called once with symbolic values and returns the loss: a value of
+    shape (), or a pair (sum, count) of a loss op, of which the mean is taken. params: initial
+    float32 arrays by name. inputs: shapes by name; a pair (shape, dtype) for other dtypes.
+    """
+    settings = optimizer or OptimizerSettings(weight_decay=0.0, grad_clip=0.0)
+    program = Program()
+    for name, array in params.items():
+        program.buffer(name, np.shape(array), "float32", "weight")
+    for name, shape in inputs.items():
+        dtype = "float32"
+        if len(shape) == 2 and isinstance(shape[1], str):
+            shape, dtype = shape  # type: ignore[misc]
+        program.buffer(name, tuple(shape), dtype, "input")
+
+    def loss(graph: Graph) -> Value:
+        values = {n: graph.read(program.buffers[n]) for n in (*params, *inputs)}
+        result = fn(**values)
+        return result if isinstance(result, Value) else mean(*result)
+
+    train_graph(program, list(params), settings, loss)
+    decays = {name: np.ndim(array) >= 2 for name, array in params.items()}
+    add_update(program, decays, settings)
+    backend, _ = backends.select(device, threads)
+    executable = backend.load(program)
+    for name, array in params.items():
+        executable.write(name, np.asarray(array, np.float32))
+    return TrainingStep(program, executable, settings, tuple(inputs), tuple(params), lr)

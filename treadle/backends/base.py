@@ -1,0 +1,75 @@
+"""What a backend is: it loads a program and runs its graphs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import numpy as np
+
+from treadle.errors import BackendError
+from treadle.graph.plan import Plan
+from treadle.graph.program import Memory, Program, memory
+from treadle.graph.value import Buffer
+
+
+class Executable(ABC):
+    """A program in a device's memory, ready to run. Buffers start as zeros."""
+
+    program: Program
+    plans: dict[str, Plan]
+    threads: int = 1
+
+    @abstractmethod
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Set a buffer. Floats are converted to the buffer's dtype; BackendError on a wrong shape
+        or an unknown name."""
+
+    @abstractmethod
+    def read(self, name: str) -> np.ndarray:
+        """A copy of a buffer's content (bfloat16 as float32)."""
+
+    @abstractmethod
+    def run(self, *graphs: str) -> None:
+        """Run graphs one after another, as one call."""
+
+    def close(self) -> None:
+        """Give the memory back; the executable cannot be used afterwards."""
+
+    def memory(self) -> Memory:
+        """Peak memory in bytes."""
+        return memory(self.program, self.plans, self.threads)
+
+    def buffer(self, name: str) -> Buffer:
+        """The buffer's declaration; BackendError for an unknown name."""
+        if name not in self.program.buffers:
+            raise BackendError(f"there is no buffer @{name} in this program")
+        return self.program.buffers[name]
+
+    def checked(self, name: str, array: np.ndarray) -> np.ndarray:
+        """The array, after comparing its shape with the buffer's."""
+        buffer = self.buffer(name)
+        array = np.asarray(array)
+        if array.shape != buffer.shape:
+            raise BackendError(
+                f"cannot write an array of shape {array.shape} to @{name} of shape {buffer.shape}"
+            )
+        return array
+
+
+class Backend(ABC):
+    """A way to run programs on a device."""
+
+    name: str
+
+    @abstractmethod
+    def load(self, program: Program, graphs: Iterable[str] | None = None) -> Executable:
+        """Plan the graphs (all when None) and lay out memory for them."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line: device, instruction set, threads."""
+
+    def identity(self) -> dict[str, str]:
+        """What a result's bits depend on: backend, instruction set, versions."""
+        return {"backend": self.name}

@@ -1,0 +1,96 @@
+"""The `treadle` command: one module per subcommand, imported when it is the one that was called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+# name: (module, one line of help). The order is that of `treadle --help`.
+COMMANDS = {
+    "demo": ("demo", "Train on the built-in stories for about a minute and write new ones."),
+    "train": ("train", "Train a model on a text file, a directory of texts, or token files."),
+    "generate": ("generate", "Write text with a trained model."),
+    "plan": ("plan", "Show memory, FLOPs, epochs and time of a run, before anything runs."),
+    "profile": ("profile", "Time a training step op by op."),
+    "check": ("check", "Check gradients and kernels on this machine."),
+    "config": ("config", "Print the keys of a configuration, or its JSON schema."),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, 2 for bad input, 1 for an internal error,
+    130 after Ctrl-C. A traceback is shown only with --debug."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in args
+    args = [a for a in args if a != "--debug"]
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        return _explain(error)
+
+
+def _run(args: list[str]) -> int:
+    import click
+    import typer
+
+    wanted = next((a for a in args if not a.startswith("-")), None)
+    app = typer.Typer(
+        name="treadle",
+        help="Train small language models from scratch on the machine you have.",
+        epilog="Every command explains itself with --help; --debug shows tracebacks.",
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    for name, (module, text) in COMMANDS.items():
+        command = import_module(f"treadle.cli.{module}").command if name == wanted else _stub
+        app.command(name, short_help=text)(command)
+
+    @app.callback(invoke_without_command=True)
+    def root(
+        version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+    ) -> None:
+        if version:
+            from treadle import __version__
+
+            print(f"treadle {__version__}")
+            raise typer.Exit
+
+    try:
+        code = typer.main.get_command(app).main(args, "treadle", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return 0
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "treadle"
+        message = " ".join(error.format_message().split())
+        print(f"treadle: error: {message} (see {where} --help)", file=sys.stderr)
+        return 2
+    except click.Abort:
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _stub() -> None:
+    """Stands for the commands that were not called."""
+
+
+def _explain(error: Exception) -> int:
+    from treadle.errors import TreadleError
+
+    if isinstance(error, TreadleError):
+        print(f"treadle: error: {error}", file=sys.stderr)
+        return error.exit_code
+    text = " ".join(str(error).split())
+    print(
+        f"treadle: internal error: {type(error).__name__}: {text} (run again with --debug)",
+        file=sys.stderr,
+    )
+    return 1

@@ -1,0 +1,391 @@
+"""Ops, nodes and graphs; and the primitives that differentiation itself needs.
+
+A graph is an explicit list of nodes in SSA form: every value is produced once, before it is used.
+An op is a frozen dataclass: its fields are the node's attributes. Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
+from typing import Any, ClassVar
+
+import numpy as np
+
+from treadle.errors import DTypeError, GraphError, ShapeError
+from treadle.graph.value import FLOATS, SUFFIX, Buffer, Shape, Spec, Value
+
+# ---------------------------------------------------------------- launches
+
+
+@dataclass(eq=False)
+class Temp:
+    """Memory that one node needs while it runs: packed panels, partial sums."""
+
+    nbytes: int
+    name: str = "temp"
+
+
+Arg = Value | Temp | None
+
+
+@dataclass(eq=False)
+class Launch:
+    """One kernel call: what a backend executes, as data.
+
+    kernel: exported symbol, dtype suffix included.
+    args:   tensors in the kernel's order; the first `writes` of them are written (and may be
+            read), the others only read. None where an optional tensor is absent.
+    dims:   run-time sizes and integer attributes.  nums: real attributes.
+    tasks:  independent pieces of work, fixed by shape.  scratch: bytes a thread needs.
+    """
+
+    kernel: str
+    args: Sequence[Arg]
+    writes: int
+    dims: Sequence[int] = ()
+    nums: Sequence[float] = ()
+    tasks: int = 1
+    scratch: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a node costs at least: floating-point operations, and bytes to and from memory."""
+
+    flops: int = 0
+    nbytes: int = 0
+
+
+# ---------------------------------------------------------------- ops
+
+
+class Op:
+    """Base of all ops. A subclass is a frozen dataclass and says how it infers, computes,
+    differentiates, costs and lowers.
+
+    `updates` maps an output to the input buffer that it replaces in place; `inplace` maps an output
+    to the inputs whose memory it may take over; `optional` lists outputs that are skipped
+    (None in a launch) when nobody uses them.
+    """
+
+    name: ClassVar[str] = ""
+    updates: ClassVar[dict[int, int]] = {}
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {}
+    optional: ClassVar[tuple[int, ...]] = ()
+
+    def infer(self, *inputs: Any) -> Sequence[Spec]:
+        """Specs of the outputs; ShapeError or DTypeError where the inputs do not fit."""
+        raise NotImplementedError
+
+    def reference(self, *inputs: Any) -> Sequence[np.ndarray]:
+        """The outputs by plain NumPy, in whatever float dtype the inputs have."""
+        raise NotImplementedError
+
+    def grad(
+        self, node: Node, dys: Sequence[Value | None], needs: Sequence[bool]
+    ) -> Sequence[Value | None]:
+        """Gradient of each input (None where `needs` is false or the input is not a float)."""
+        raise GraphError(f"[{self.name}] has no gradient; differentiate before fusing")
+
+    def cost(self, node: Node) -> Cost:
+        """By default one operation an output element, and every tensor touched once."""
+        return Cost(sum(v.size for v in node.outputs), touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        """The launches that compute the node on `backend`."""
+        raise NotImplementedError(f"[{self.name}] has no kernels for {backend}")
+
+    def attributes(self) -> dict[str, Any]:
+        """The op's fields by name."""
+        return {f.name: getattr(self, f.name) for f in dataclass_fields(self)}  # type: ignore[arg-type]
+
+
+def touched(node: Node) -> int:
+    """Bytes of all inputs and outputs of a node."""
+    return sum(v.nbytes for v in (*node.inputs, *node.outputs) if v is not None)
+
+
+def suffixed(kernel: str, dtype: str) -> str:
+    """The exported symbol of a kernel for a dtype: `layernorm_forward_f32`."""
+    return f"{kernel}_{SUFFIX[dtype]}"
+
+
+# Elements that one task of an elementwise or optimizer kernel handles.
+BLOCK = 16384
+
+
+def blocks(n: int, block: int = BLOCK) -> int:
+    """Number of fixed blocks that cover n elements (at least one)."""
+    return max(1, -(-n // block))
+
+
+# ---------------------------------------------------------------- graph
+
+
+@dataclass(eq=False)
+class Node:
+    """An op applied to values. Inputs may be None where the op has optional ones."""
+
+    op: Op
+    inputs: tuple[Value | None, ...]
+    outputs: tuple[Value, ...]
+    name: str
+
+    def used(self, index: int) -> bool:
+        """Whether output `index` is read by a node or lives on in a buffer."""
+        value = self.outputs[index]
+        return bool(value.users) or value.buffer is not None
+
+    def out(self, index: int) -> Value | None:
+        """Output `index`, or None when it is optional and unused: ready for a launch."""
+        if index in self.op.optional and not self.used(index):
+            return None
+        return self.outputs[index]
+
+    def __str__(self) -> str:
+        outs = ", ".join(f"{v}{f' -> @{v.buffer.name}' if v.buffer else ''}" for v in self.outputs)
+        ins = ", ".join("none" if v is None else f"%{v.name}" for v in self.inputs)
+        attrs = ", ".join(f"{k}={v!r}" for k, v in self.op.attributes().items() if v is not None)
+        return f"{outs} = {self.op.name}({ins}){f' {{{attrs}}}' if attrs else ''}"
+
+
+@dataclass(eq=False)
+class Graph:
+    """A named list of nodes over persistent buffers."""
+
+    name: str
+    nodes: list[Node] = field(default_factory=list)
+    reads: dict[str, Value] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict, repr=False)
+    scopes: list[str] = field(default_factory=list, repr=False)
+
+    def unique(self, name: str) -> str:
+        """`name`, or `name_2`, `name_3` … when it is taken."""
+        count = self.names.get(name, 0) + 1
+        self.names[name] = count
+        return name if count == 1 else self.unique(f"{name}_{count}")
+
+    def scope(self, name: str) -> _Scope:
+        """`with graph.scope("h.0"):` prefixes the names of the nodes made inside."""
+        return _Scope(self, name)
+
+    def read(self, buffer: Buffer) -> Value:
+        """The buffer's content at the start of the graph (the same value at every call)."""
+        if buffer.name not in self.reads:
+            value = Value(self, self.unique(buffer.name), Spec(buffer.shape, buffer.dtype))
+            value.buffer = buffer
+            self.reads[buffer.name] = value
+            self.versions[buffer.name] = 0
+        return self.reads[buffer.name]
+
+    def assign(self, buffer: Buffer, value: Value) -> None:
+        """Let `value` be the buffer's new content: it is computed straight into that memory."""
+        if value.buffer is not None:
+            raise GraphError(
+                f"[assign] %{value.name} lives in @{value.buffer.name} already and cannot be "
+                f"assigned to @{buffer.name}; assign a copy"
+            )
+        if value.shape != buffer.shape or value.dtype != buffer.dtype:
+            raise ShapeError(
+                f"[assign] expected {Spec(buffer.shape, buffer.dtype)} for @{buffer.name}, "
+                f"got {value.spec}"
+            )
+        value.buffer = buffer
+        value.version = self.versions.get(buffer.name, 0) + 1
+        self.versions[buffer.name] = value.version
+
+    def apply(self, op: Op, *inputs: Value | None, name: str | None = None) -> tuple[Value, ...]:
+        """Append a node; returns its outputs."""
+        for v in inputs:
+            if v is not None and v.graph is not self:
+                raise GraphError(
+                    f"[{op.name}] %{v.name} belongs to graph '{v.graph.name}', not '{self.name}'"
+                )
+        specs = op.infer(*(None if v is None else v.spec for v in inputs))
+        label = self.unique("/".join([*self.scopes, name or op.name]))
+        node = Node(op, tuple(inputs), (), label)
+        outputs = []
+        for i, spec in enumerate(specs):
+            value = Value(self, label if i == 0 else f"{label}.{i}", spec, node, i)
+            if i in op.updates:
+                source = inputs[op.updates[i]]
+                if source is None or source.buffer is None:
+                    raise GraphError(f"[{op.name}] updates a buffer, but input is not one")
+                value.buffer = source.buffer
+                value.version = self.versions[source.buffer.name] + 1
+                self.versions[source.buffer.name] = value.version
+            outputs.append(value)
+        node.outputs = tuple(outputs)
+        for v in dict.fromkeys(inputs):
+            if v is not None:
+                v.users.append(node)
+        self.nodes.append(node)
+        return node.outputs
+
+    def relink(self) -> None:
+        """Recount users after nodes were added, removed or replaced."""
+        for node in self.nodes:
+            for v in (*node.inputs, *node.outputs):
+                if v is not None:
+                    v.users = []
+        for node in self.nodes:
+            for v in dict.fromkeys(node.inputs):
+                if v is not None:
+                    v.users.append(node)
+
+    def prune(self) -> None:
+        """Drop nodes whose outputs reach no buffer."""
+        live: set[int] = set()
+        kept: list[Node] = []
+        for node in reversed(self.nodes):
+            if any(v.buffer is not None or id(v) in live for v in node.outputs):
+                kept.append(node)
+                live.update(id(v) for v in node.inputs if v is not None)
+        self.nodes = kept[::-1]
+        self.relink()
+
+    def cost(self) -> Cost:
+        """Sum over the nodes."""
+        costs = [n.op.cost(n) for n in self.nodes]
+        return Cost(sum(c.flops for c in costs), sum(c.nbytes for c in costs))
+
+    def __str__(self) -> str:
+        lines = [f"graph {self.name} {{"]
+        lines += [f"  read {v} <- @{v.buffer.name}" for v in self.reads.values() if v.buffer]
+        return "\n".join([*lines, *(f"  {n}" for n in self.nodes), "}"])
+
+
+@dataclass
+class _Scope:
+    graph: Graph
+    name: str
+
+    def __enter__(self) -> None:
+        self.graph.scopes.append(self.name)
+
+    def __exit__(self, *exc: object) -> None:
+        self.graph.scopes.pop()
+
+
+# ---------------------------------------------------------------- argument checks
+
+
+def expect(ok: bool, op: str, want: str, got: object, hint: str = "") -> None:
+    """ShapeError `[op] expected want, got got; hint` unless `ok`."""
+    if not ok:
+        raise ShapeError(f"[{op}] expected {want}, got {got}{'; ' + hint if hint else ''}")
+
+
+def expect_float(op: str, *specs: Spec | None) -> None:
+    """DTypeError unless every spec is of a floating-point dtype."""
+    for spec in specs:
+        if spec is not None and spec.dtype not in FLOATS:
+            raise DTypeError(f"[{op}] expected a float dtype, got {spec}")
+
+
+def expect_same(op: str, *specs: Spec | None) -> None:
+    """ShapeError or DTypeError unless all specs are alike."""
+    first, *rest = [s for s in specs if s is not None]
+    for spec in rest:
+        expect(spec.shape == first.shape, op, f"shape {list(first.shape)}", list(spec.shape))
+        if spec.dtype != first.dtype:
+            raise DTypeError(f"[{op}] expected {first.dtype}, got {spec.dtype}; cast first")
+
+
+# ---------------------------------------------------------------- primitives of autograd
+
+
+@dataclass(frozen=True)
+class Fill(Op):
+    """y = value, a constant of the given shape."""
+
+    shape: Shape = ()
+    value: float = 0.0
+    dtype: str = "float32"
+    name: ClassVar[str] = "fill"
+
+    def infer(self) -> Sequence[Spec]:
+        return (Spec(self.shape, self.dtype),)
+
+    def reference(self) -> Sequence[np.ndarray]:
+        return (np.full(self.shape, self.value),)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        return ()
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        y = node.outputs[0]
+        return [
+            Launch(suffixed("fill", y.dtype), [y], 1, [y.size], [self.value], tasks=blocks(y.size))
+        ]
+
+
+@dataclass(frozen=True)
+class Cast(Op):
+    """y = x in another float dtype (bfloat16: round to nearest even)."""
+
+    dtype: str = "float32"
+    name: ClassVar[str] = "cast"
+
+    def infer(self, x: Spec) -> Sequence[Spec]:
+        expect_float("cast", x, Spec((), self.dtype))
+        return (Spec(x.shape, self.dtype),)
+
+    def reference(self, x: np.ndarray) -> Sequence[np.ndarray]:
+        return (x,)  # the backend that runs references rounds each output to its dtype
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        return (cast(dys[0], node.inputs[0].dtype),)
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        x, y = node.inputs[0], node.outputs[0]
+        assert x is not None
+        kernel = f"cast_{SUFFIX[x.dtype]}_{SUFFIX[y.dtype]}"
+        return [Launch(kernel, [y, x], 1, [x.size], tasks=blocks(x.size))]
+
+
+@dataclass(frozen=True)
+class Sum(Op):
+    """y = x₁ + x₂ + … + xₙ, added from left to right; all of one shape."""
+
+    name: ClassVar[str] = "sum"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0,)}
+
+    def infer(self, *xs: Spec) -> Sequence[Spec]:
+        expect(len(xs) > 0, "sum", "at least one value", "none")
+        expect_float("sum", *xs)
+        expect_same("sum", *xs)
+        return (xs[0],)
+
+    def reference(self, *xs: np.ndarray) -> Sequence[np.ndarray]:
+        total = xs[0].copy()
+        for x in xs[1:]:
+            total += x
+        return (total,)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        return [dys[0]] * len(node.inputs)
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        y, xs = node.outputs[0], node.inputs
+        return [
+            Launch(suffixed("sum", y.dtype), [y, *xs], 1, [y.size, len(xs)], tasks=blocks(y.size))
+        ]
+
+
+def zeros(graph: Graph, shape: Shape, dtype: str = "float32") -> Value:
+    """A constant of zeros."""
+    return graph.apply(Fill(shape, 0.0, dtype), name="zeros")[0]
+
+
+def cast(x: Value, dtype: str) -> Value:
+    """x in another float dtype; x itself when it has that dtype."""
+    return x if x.dtype == dtype else x.graph.apply(Cast(dtype), x)[0]
+
+
+def add_all(values: Sequence[Value]) -> Value:
+    """The sum of values of one shape, from left to right; the value itself when there is one."""
+    return values[0] if len(values) == 1 else values[0].graph.apply(Sum(), *values)[0]

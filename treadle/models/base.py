@@ -1,0 +1,104 @@
+"""What a model is: parameters with their initialisation, and functions that build graphs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from treadle.graph.op import Graph
+from treadle.graph.program import Program
+from treadle.graph.value import Shape, Value
+from treadle.ops.loss import cross_entropy
+from treadle.ops.random import normal, stream_of
+
+Weights = Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A weight: its name (Hugging Face's), shape, and initialisation.
+
+    std: standard deviation of its normal initialisation around 0; None for a constant `fill`.
+    """
+
+    name: str
+    shape: Shape
+    std: float | None = None
+    fill: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay is for matrices and embeddings, not for biases and norms."""
+        return len(self.shape) >= 2
+
+    def initial(self, seed: int) -> np.ndarray:
+        """float32 [shape]: a function of the seed and the parameter's name alone."""
+        if self.std is None:
+            return np.full(self.shape, self.fill, np.float32)
+        return normal(seed, stream_of(self.name), self.shape, self.std)
+
+
+class Model(ABC):
+    """An architecture with its sizes. B batch, T time, C channels, V vocabulary."""
+
+    architecture: str
+    vocab_size: int
+    block_size: int
+
+    @abstractmethod
+    def parameters(self) -> list[Parameter]:
+        """All weights, in the order in which checkpoints list them."""
+
+    @abstractmethod
+    def hidden(self, w: Weights, tokens: Value, random: Value | None = None) -> Value:
+        """Tokens int32 [B, T] to the last layer's normalised output [B, T, C].
+
+        random: the uint32[4] buffer that dropout reads; None leaves dropout out.
+        """
+
+    @abstractmethod
+    def logits(self, w: Weights, hidden: Value) -> Value:
+        """[..., C] to [..., V]."""
+
+    @abstractmethod
+    def hf_config(self, eos_id: int | None) -> dict[str, Any]:
+        """The content of Hugging Face's config.json."""
+
+    @abstractmethod
+    def to_hf(self, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Weights as the checkpoint stores them."""
+
+    @abstractmethod
+    def from_hf(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Weights from a checkpoint's tensors; CheckpointError where one is missing or misshapen."""
+
+    def loss(
+        self, w: Weights, tokens: Value, targets: Value, random: Value | None = None
+    ) -> tuple[Value, Value]:
+        """Sum of the cross-entropy over targets that are not ignored, and their count."""
+        return cross_entropy(self.logits(w, self.hidden(w, tokens, random)), targets)
+
+    def n_parameters(self) -> int:
+        """Number of trained numbers."""
+        return sum(p.size for p in self.parameters())
+
+
+def declare(program: Program, model: Model) -> None:
+    """Declare the model's weights as buffers of a program."""
+    for p in model.parameters():
+        program.buffer(p.name, p.shape, "float32", "weight")
+
+
+def read_weights(program: Program, graph: Graph, model: Model) -> dict[str, Value]:
+    """The weights as values of a graph."""
+    return {p.name: graph.read(program.buffers[p.name]) for p in model.parameters()}

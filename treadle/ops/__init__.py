@@ -1,0 +1,53 @@
+"""The ops that models are built from: functions on symbolic values."""
+
+from treadle.graph.op import cast, zeros
+from treadle.ops.attention import attention
+from treadle.ops.elementwise import (
+    activation,
+    add,
+    copy,
+    gelu,
+    gelu_erf,
+    mul,
+    relu,
+    reshape,
+    scale,
+    silu,
+    sum_leading,
+)
+from treadle.ops.embedding import embedding, select_row
+from treadle.ops.linear import linear, matmul
+from treadle.ops.loss import cross_entropy, mean, mean_squared_error
+from treadle.ops.norm import layernorm
+from treadle.ops.optim import accumulate, adamw, clip, sgd
+from treadle.ops.random import dropout
+
+__all__ = [
+    "accumulate",
+    "activation",
+    "adamw",
+    "add",
+    "attention",
+    "cast",
+    "clip",
+    "copy",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gelu",
+    "gelu_erf",
+    "layernorm",
+    "linear",
+    "matmul",
+    "mean",
+    "mean_squared_error",
+    "mul",
+    "relu",
+    "reshape",
+    "scale",
+    "select_row",
+    "sgd",
+    "silu",
+    "sum_leading",
+    "zeros",
+]

@@ -1,0 +1,517 @@
+/* Causal attention in flash form, forward and backward. See attention.py.
+
+   Scores are kept transposed, [key][query]: softmax then runs down the columns of a tile, maxima and
+   sums are vectors over queries, and no lane ever meets another. K and V enter every product as they
+   lie in memory, a row a key, and only a block of queries is transposed, once.
+
+   A task owns a batch element, a key/value head, and every splits-th block of queries of all query
+   heads that share it. It packs K and V as fp32 once and adds in a fixed order: heads, then blocks of
+   queries, then blocks of keys. */
+
+#include "call.h"
+#include "philox.h"
+#include "tile.h"
+
+#define PAD 16  /* head sizes and rows round up to this in scratch: the widest vector */
+#define ROWS 8  /* rows of a product come in this number */
+#if VL == 16 || defined(__aarch64__)
+#define WIDE 4 /* vectors of a row that a register tile holds, by the number of registers */
+#else
+#define WIDE 2
+#endif
+#define STRIP (PAD / VL) /* vectors of queries on the diagonal that share one limit of keys */
+#define LOWEST (-3.0e38f)
+
+INLINE int64_t round_up(int64_t n, int64_t unit) { return ceil_div(n, unit) * unit; }
+
+/* ---- products ------------------------------------------------------------------------------------- */
+
+enum { STORE, ADD, RESCALE };
+
+/* A(m, k) = a[m * am + k * ak], one of the strides 1; B and C have rows of `bk` and `cm` floats. */
+typedef struct {
+    const float *a;
+    int64_t am, ak;
+    const float *b;
+    int64_t bk;
+    float *c;
+    int64_t cm;
+} operands;
+
+/* One register tile of C = start + A B: start is 0, C, or C times a factor for each column. */
+INLINE void register_tile(const int rows, const int vectors, const int mode, operands o, int64_t k,
+                          const float *factor) {
+    vf acc[ROWS][WIDE];
+    UNROLL for (int i = 0; i < rows; i++) {
+        UNROLL for (int v = 0; v < vectors; v++) {
+            acc[i][v] = mode == STORE ? vzero() : vload_f32(o.c + i * o.cm + v * VL);
+            if (mode == RESCALE) acc[i][v] *= vload_f32(factor + v * VL);
+        }
+    }
+    for (; k > 0; k--, o.a += o.ak, o.b += o.bk) {
+        vf b[WIDE];
+        UNROLL for (int v = 0; v < vectors; v++) b[v] = vload_f32(o.b + v * VL);
+        UNROLL for (int i = 0; i < rows; i++) {
+            vf a = vset(o.a[i * o.am]);
+            UNROLL for (int v = 0; v < vectors; v++) acc[i][v] = vfma(a, b[v], acc[i][v]);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++) {
+        UNROLL for (int v = 0; v < vectors; v++) vstore_f32(o.c + i * o.cm + v * VL, acc[i][v]);
+    }
+}
+
+/* A column of register tiles; `triangular`: A(m, k) is zero where k < m. */
+INLINE void tile_column(const int height, const int vectors, const int mode, operands o, int64_t rows,
+                        int64_t k, const float *factor, int triangular) {
+    for (int64_t m = 0; m < rows; m += height) {
+        const int64_t skip = triangular ? m / ROWS * ROWS : 0;
+        operands at = o;
+        at.a += m * o.am + skip * o.ak;
+        at.b += skip * o.bk;
+        at.c += m * o.cm;
+        register_tile(height, vectors, mode, at, k - skip, factor);
+    }
+}
+
+INLINE void product(const int mode, operands o, int64_t rows, int64_t vectors, int64_t k,
+                    const float *factor, int triangular) {
+    for (; vectors > 0; vectors -= WIDE, o.b += WIDE * VL, o.c += WIDE * VL, factor += WIDE * VL) {
+        if (vectors == 1) tile_column(8, 1, mode, o, rows, k, factor, triangular);
+#if WIDE == 4
+        else if (vectors == 2) tile_column(8, 2, mode, o, rows, k, factor, triangular);
+        else if (vectors == 3) tile_column(4, 3, mode, o, rows, k, factor, triangular);
+#endif
+        else tile_column(4, WIDE, mode, o, rows, k, factor, triangular);
+    }
+}
+
+/* C[rows][vectors VL] = A B with A[rows][k], rows of `am` floats. */
+static void multiply(const float *a, int64_t am, const float *b, int64_t bk, float *c, int64_t cm,
+                     int64_t rows, int64_t vectors, int64_t k) {
+    product(STORE, (operands){a, am, 1, b, bk, c, cm}, rows, vectors, k, c, 0);
+}
+
+/* C += A B with A[rows][k]. */
+static void multiply_add(const float *a, int64_t am, const float *b, int64_t bk, float *c, int64_t cm,
+                         int64_t rows, int64_t vectors, int64_t k, int triangular) {
+    product(ADD, (operands){a, am, 1, b, bk, c, cm}, rows, vectors, k, c, triangular);
+}
+
+/* C += A^T B with A[k][rows]. */
+static void multiply_add_transposed(const float *a, int64_t ak, const float *b, int64_t bk, float *c,
+                                    int64_t cm, int64_t rows, int64_t vectors, int64_t k) {
+    product(ADD, (operands){a, 1, ak, b, bk, c, cm}, rows, vectors, k, c, 0);
+}
+
+/* C = C factor + A^T B with A[k][rows], a factor for each column. */
+static void rescale_add_transposed(const float *a, int64_t ak, const float *b, int64_t bk, float *c,
+                                   int64_t cm, int64_t rows, int64_t vectors, int64_t k,
+                                   const float *factor) {
+    product(RESCALE, (operands){a, 1, ak, b, bk, c, cm}, rows, vectors, k, factor, 0);
+}
+
+/* ---- sizes and scratch ---------------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t time, heads, kv_heads, size, splits, block; /* as in dim */
+    int64_t padded, rows;                               /* of a head and of K, V in scratch */
+    int64_t group, row;                                 /* query heads a key head; floats of qkv's row */
+    int64_t batch, kv_head, split;                      /* the task's own */
+    float scale;
+} sizes;
+
+INLINE sizes sizes_of(const call *c, int64_t task) {
+    sizes s = {.time = c->dim[0], .heads = c->dim[1], .kv_heads = c->dim[2], .size = c->dim[3],
+               .splits = c->dim[4], .block = c->dim[5], .scale = (float)c->num[0]};
+    s.padded = round_up(s.size, PAD);
+    s.rows = round_up(s.time, PAD);
+    s.group = s.heads / s.kv_heads;
+    s.row = (s.heads + 2 * s.kv_heads) * s.size;
+    s.split = task % s.splits;
+    s.kv_head = task / s.splits % s.kv_heads;
+    s.batch = task / s.splits / s.kv_heads;
+    return s;
+}
+
+/* Keys that the split's last block of queries sees. */
+INLINE int64_t keys_of(const sizes *s) {
+    int64_t blocks = ceil_div(s->time, s->block);
+    int64_t last = s->split + (blocks - 1 - s->split) / s->splits * s->splits;
+    return min_i64(s->time, (last + 1) * s->block);
+}
+
+INLINE float *take(float **free, int64_t n) {
+    float *p = *free;
+    *free += n;
+    return p;
+}
+
+/* ---- packing and storing -------------------------------------------------------------------------- */
+
+/* to[i][padded] = scale * from[i][size], fp32, filled up with zeros, as are rows up to a multiple of ROWS. */
+static void pack(float *to, const T *from, int64_t row, int64_t rows, const sizes *s, float scale) {
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t d = 0; d < s->padded; d += VL) {
+            int64_t n = s->size - d;
+            vf x = n >= VL ? vload(from + i * row + d) : vloadn(from + i * row + d, n > 0 ? n : 0);
+            vstore_f32(to + i * s->padded + d, x * vset(scale));
+        }
+    }
+    int64_t rest = round_up(rows, ROWS) - rows;
+    memset(to + rows * s->padded, 0, (size_t)(rest * s->padded) * sizeof(float));
+}
+
+/* to[d][block] = scale * from[i][size] transposed, filled up with zeros to whole vectors. */
+static void pack_transposed(float *to, const T *from, int64_t row, int64_t rows, const sizes *s,
+                            float scale) {
+    for (int64_t d = 0; d < s->size; d += VL) {
+        for (int64_t i = 0; i < rows; i += VL) {
+            vf x[VL];
+            load_rows_(x, from + i * row + d, row, min_i64(VL, rows - i), min_i64(VL, s->size - d));
+            transpose(x);
+            UNROLL for (int j = 0; j < VL; j++) {
+                vstore_f32(to + (d + j) * s->block + i, x[j] * vset(scale));
+            }
+        }
+    }
+}
+
+/* to[i][size] = factor[i] * from[d][block] transposed. */
+static void store_transposed(T *to, int64_t row, int64_t rows, const float *from, const sizes *s,
+                             const float *factor) {
+    for (int64_t i = 0; i < rows; i += VL) {
+        const int64_t n = min_i64(VL, rows - i);
+        const vf f = vload_f32(factor + i);
+        for (int64_t d = 0; d < s->size; d += VL) {
+            const int64_t nd = min_i64(VL, s->size - d);
+            vf x[VL];
+            UNROLL for (int j = 0; j < VL; j++) {
+                x[j] = j < nd ? vload_f32(from + (d + j) * s->block + i) * f : vzero();
+            }
+            transpose(x);
+            UNROLL for (int j = 0; j < VL; j++) {
+                if (j < n) vstoren(to + (i + j) * row + d, x[j], nd);
+            }
+        }
+    }
+}
+
+/* dot[i] = a[i] . b[i], rows of n floats; 0 for rows up to a whole number of vectors. */
+static void row_dots(float *dot, const T *a, const T *b, int64_t row, int64_t rows, int64_t n) {
+    for (int64_t i = 0; i < rows; i += VL) {
+        vf x[VL];
+        UNROLL for (int j = 0; j < VL; j++) {
+            x[j] = vzero();
+            for (int64_t d = 0; i + j < rows && d < n; d += VL) {
+                int64_t at = (i + j) * row + d, m = min_i64(VL, n - d);
+                x[j] = vfma(vloadn(a + at, m), vloadn(b + at, m), x[j]);
+            }
+        }
+        transpose(x);
+        vf sum = x[0];
+        UNROLL for (int j = 1; j < VL; j++) sum += x[j];
+        vstore_f32(dot + i, sum);
+    }
+}
+
+/* ---- dropout -------------------------------------------------------------------------------------- */
+
+typedef struct {
+    uint32_t seed, stream, step;
+    int32_t threshold; /* p 2^24 */
+    uint64_t row;      /* of the batch element in the global batch */
+    float scale;       /* 1 / (1 - p) */
+} dropping;
+
+INLINE dropping dropping_of(const call *c, const uint32_t *random, int64_t batch) {
+    return (dropping){.seed = random[0], .step = random[1], .stream = (uint32_t)c->dim[6],
+                      .threshold = (int32_t)c->dim[7], .scale = (float)c->num[1],
+                      .row = ((uint64_t)random[3] << 32 | random[2]) + (uint64_t)batch};
+}
+
+/* keep[key][query] = 1/(1-p) or 0 for one vector of queries from i and `rows` keys from j, j a multiple
+   of 4. Four keys share a block of random words; where T is not a multiple of 4, each query starts at
+   its own word of it. */
+static void keep_factors(float *keep, const dropping *p, const sizes *s, int64_t head, int64_t i,
+                         int64_t j, int64_t rows) {
+    const uint64_t time = (uint64_t)s->time;
+    const uint64_t first = (p->row * (uint64_t)s->heads + (uint64_t)head) * time;
+    const int ragged = time % 4 != 0;
+    vu low, high;
+    vf shift;
+    for (int lane = 0; lane < VL; lane++) {
+        uint64_t element = (first + (uint64_t)(i + lane)) * time + (uint64_t)j;
+        low[lane] = (uint32_t)(element >> 2);
+        high[lane] = (uint32_t)(element >> 34);
+        shift[lane] = (float)(element & 3);
+    }
+    vu word[8] = {{0}};
+    for (int64_t k = ragged ? -4 : 0; k < rows; k += 4) {
+        const vu ahead = low + (uint32_t)(k / 4 + ragged);
+        vu next[4] = {ahead, high - (vu)(ahead < low), p->step - (vu){0}, {0}};
+        vphilox(next, p->seed, p->stream);
+        for (int w = 0; w < 4; w++) {
+            word[w] = ragged ? word[w + 4] : next[w];
+            word[w + 4] = next[w];
+        }
+        for (int w = 0; w < 4 && k >= 0; w++) {
+            vf bits = (vf)word[w];
+            for (int r = 1; r < 4 && ragged; r++) {
+                bits = vselect(veq(shift, vset((float)r)), (vf)word[w + r], bits);
+            }
+            vm drop = vlt_i((vi)((vu)bits >> 8), vset_i(p->threshold));
+            vstore_f32(keep + (k + w) * s->block, vselect(drop, vzero(), vset(p->scale)));
+        }
+    }
+}
+
+/* ---- scores --------------------------------------------------------------------------------------- */
+
+/* A strip of queries against a block of keys: `keys` of them count, and `rows` are computed. */
+typedef struct {
+    int64_t first, vectors, keys, rows;
+    int diagonal;
+} strip;
+
+/* The strip that begins at a vector of queries. Below the diagonal one strip spans the block; on it
+   strips are narrow, so that most keys that no query of the strip may see are left out. */
+INLINE strip strip_at(int64_t first, int64_t queries, int64_t keys, int diagonal) {
+    const int64_t left = ceil_div(queries, VL) - first;
+    strip s = {.first = first, .vectors = diagonal ? min_i64(STRIP, left) : left, .keys = keys};
+    if (diagonal) s.keys = min_i64(keys, (first + s.vectors) * VL);
+    s.rows = round_up(s.keys, ROWS);
+    s.diagonal = diagonal;
+    return s;
+}
+
+/* score[key][query] = K Q^T with Q scaled beforehand, -inf where the key comes after the query. */
+static void scores(float *score, const float *k, const float *qt, strip p, const sizes *s) {
+    const int64_t at = p.first * VL;
+    multiply(k, s->padded, qt + at, s->block, score + at, s->block, p.rows, p.vectors, s->size);
+    if (!p.diagonal) return;
+    for (int64_t v = p.first; v < p.first + p.vectors; v++) {
+        const vi query = vset_i((int32_t)(v * VL)) + viota();
+        for (int64_t key = v * VL + 1; key < p.rows; key++) {
+            float *x = score + key * s->block + v * VL;
+            vm later = vlt_i(query, vset_i((int32_t)key));
+            vstore_f32(x, vselect(later, vset(-INFINITY), vload_f32(x)));
+        }
+    }
+}
+
+/* ---- forward -------------------------------------------------------------------------------------- */
+
+/* One step of the online softmax (Milakov & Gimelshein 2018) for a vector of queries: scores become
+   exp(score - maximum), and what was summed before is to be multiplied by `factor`. A NaN is passed over
+   by the maximum and stays visible through the exponential. */
+static void softmax_step(float *score, int64_t rows, int64_t block, float *maximum, float *sum,
+                         float *factor) {
+    vf m[4], total[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        m[i] = vload_f32(maximum);
+        total[i] = vzero();
+    }
+    for (int64_t j = 0; j < rows; j += 4) {
+        UNROLL for (int i = 0; i < 4; i++) m[i] = vmax_b(vload_f32(score + (j + i) * block), m[i]);
+    }
+    const vf top = vmax_b(vmax_b(m[0], m[1]), vmax_b(m[2], m[3]));
+    for (int64_t j = 0; j < rows; j += 4) {
+        UNROLL for (int i = 0; i < 4; i++) {
+            vf e = vexp(vload_f32(score + (j + i) * block) - top);
+            vstore_f32(score + (j + i) * block, e);
+            total[i] += e;
+        }
+    }
+    const vf f = vexp(vload_f32(maximum) - top);
+    vstore_f32(factor, f);
+    vstore_f32(maximum, top);
+    vstore_f32(sum, vfma(vload_f32(sum), f, (total[0] + total[1]) + (total[2] + total[3])));
+}
+
+/* y, lse = attention(qkv); lse may be absent, random is absent without dropout.
+   ptr: y [B,T,H*D], lse [B,H,T] fp32, qkv [B,T,(H+2K)*D], random.
+   dim: T, H, K, D, splits, block, stream, p 2^24.  num: scale, 1/(1-p).  tasks: B x K x splits. */
+KERNEL(attention_forward) {
+    T *y = c->ptr[0];
+    float *lse = c->ptr[1];
+    const T *qkv = c->ptr[2];
+    const uint32_t *random = c->ptr[3];
+    const sizes s = sizes_of(c, task);
+    dropping drop = {0};
+    if (random) drop = dropping_of(c, random, s.batch);
+
+    float *at = scratch;
+    float *k = take(&at, s.rows * s.padded), *v = take(&at, s.rows * s.padded);
+    float *qt = take(&at, s.padded * s.block), *ot = take(&at, s.padded * s.block);
+    float *score = take(&at, s.block * s.block), *keep = take(&at, s.block * s.block);
+    float *maximum = take(&at, s.block), *sum = take(&at, s.block), *factor = take(&at, s.block);
+
+    qkv += s.batch * s.time * s.row;
+    const T *first = qkv + (s.heads + s.kv_head) * s.size;
+    const int64_t seen = keys_of(&s), depth = round_up(s.size, ROWS);
+    pack(k, first, s.row, seen, &s, 1.0f);
+    pack(v, first + s.kv_heads * s.size, s.row, seen, &s, 1.0f);
+    for (int64_t h = s.kv_head * s.group; h < (s.kv_head + 1) * s.group; h++) {
+        for (int64_t i = s.split * s.block; i < s.time; i += s.splits * s.block) {
+            const int64_t queries = min_i64(s.block, s.time - i);
+            pack_transposed(qt, qkv + i * s.row + h * s.size, s.row, queries, &s, s.scale);
+            memset(ot, 0, (size_t)(s.padded * s.block) * sizeof(float));
+            for (int64_t n = 0; n < s.block; n++) maximum[n] = LOWEST, sum[n] = 0.0f;
+            for (int64_t j = 0; j <= i; j += s.block) {
+                const int64_t keys = min_i64(s.block, s.time - j);
+                strip p = strip_at(0, queries, keys, j == i);
+                for (; p.vectors > 0; p = strip_at(p.first + p.vectors, queries, keys, j == i)) {
+                    scores(score, k + j * s.padded, qt, p, &s);
+                    for (int64_t n = p.first * VL; n < (p.first + p.vectors) * VL; n += VL) {
+                        softmax_step(score + n, p.rows, s.block, maximum + n, sum + n, factor + n);
+                        if (!random) continue;
+                        keep_factors(keep + n, &drop, &s, h, i + n, j, p.rows);
+                        for (int64_t r = n; r < p.rows * s.block; r += s.block) {
+                            vstore_f32(score + r, vload_f32(score + r) * vload_f32(keep + r));
+                        }
+                    }
+                    const int64_t n = p.first * VL;
+                    rescale_add_transposed(v + j * s.padded, s.padded, score + n, s.block, ot + n,
+                                           s.block, depth, p.vectors, p.keys, factor + n);
+                }
+            }
+            for (int64_t n = 0; n < queries; n += VL) {
+                const vf total = vload_f32(sum + n);
+                vstore_f32(sum + n, vset(1.0f) / total);
+                if (!lse) continue;
+                vstoren_f32(lse + (s.batch * s.heads + h) * s.time + i + n,
+                            vload_f32(maximum + n) + vlog(total), min_i64(VL, queries - n));
+            }
+            const int64_t width = s.heads * s.size;
+            store_transposed(y + (s.batch * s.time + i) * width + h * s.size, width, queries, ot, &s,
+                             sum);
+        }
+    }
+}
+
+/* ---- backward ------------------------------------------------------------------------------------- */
+
+/* score becomes the kept probability P, dp becomes dS = P (dP - delta); one vector of queries. */
+INLINE void backward_step(float *score, float *dp, const float *keep, int64_t rows, int64_t block,
+                          vf lse, vf delta, const int dropout) {
+    for (int64_t r = 0; r < rows * block; r += block) {
+        vf p = vexp(vload_f32(score + r) - lse), d = vload_f32(dp + r), kept = p;
+        if (dropout) {
+            vf factor = vload_f32(keep + r);
+            d *= factor;
+            kept *= factor;
+        }
+        vstore_f32(score + r, kept);
+        vstore_f32(dp + r, p * (d - delta));
+    }
+}
+
+/* to[i][size] = from[i][padded] */
+static void unpack(T *to, int64_t row, int64_t rows, const float *from, const sizes *s) {
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t d = 0; d < s->size; d += VL) {
+            vf x = vload_f32(from + i * s->padded + d);
+            vstoren(to + i * row + d, x, min_i64(VL, s->size - d));
+        }
+    }
+}
+
+/* dqkv = gradient of attention; without splits dK and dV are summed in scratch and written here, and
+   otherwise each split leaves its part of them in `partial` [task][2][rows][padded].
+   ptr: dqkv, partial, dy, qkv, y, lse, random.  dim, num, tasks: as in the forward kernel. */
+KERNEL(attention_backward) {
+    T *dqkv = c->ptr[0];
+    float *partial = c->ptr[1];
+    const T *dy = c->ptr[2], *qkv = c->ptr[3], *y = c->ptr[4];
+    const float *lse = c->ptr[5];
+    const uint32_t *random = c->ptr[6];
+    const sizes s = sizes_of(c, task);
+    dropping drop = {0};
+    if (random) drop = dropping_of(c, random, s.batch);
+
+    float *at = scratch;
+    const int64_t whole = s.rows * s.padded, wide = s.block * s.padded;
+    float *k = take(&at, whole), *v = take(&at, whole);
+    float *q = take(&at, wide), *qt = take(&at, wide), *dqt = take(&at, wide);
+    float *g = take(&at, wide), *gt = take(&at, wide);
+    float *score = take(&at, s.block * s.block), *dp = take(&at, s.block * s.block);
+    float *keep = take(&at, s.block * s.block);
+    float *delta = take(&at, s.block), *scale = take(&at, s.block);
+    float *dk = partial ? partial + 2 * task * whole : take(&at, 2 * whole), *dv = dk + whole;
+
+    const int64_t base = s.batch * s.time, first = (s.heads + s.kv_head) * s.size;
+    const int64_t second = first + s.kv_heads * s.size, width = s.heads * s.size;
+    const int64_t seen = keys_of(&s), depth = round_up(s.size, ROWS), across = ceil_div(s.size, VL);
+    dqkv += base * s.row;
+    qkv += base * s.row;
+    pack(k, qkv + first, s.row, seen, &s, 1.0f);
+    pack(v, qkv + second, s.row, seen, &s, 1.0f);
+    memset(dk, 0, (size_t)(2 * whole) * sizeof(float));
+    for (int64_t n = 0; n < s.block; n++) scale[n] = s.scale;
+    for (int64_t h = s.kv_head * s.group; h < (s.kv_head + 1) * s.group; h++) {
+        for (int64_t i = s.split * s.block; i < s.time; i += s.splits * s.block) {
+            const int64_t queries = min_i64(s.block, s.time - i), head = i * s.row + h * s.size;
+            const int64_t out = (base + i) * width + h * s.size;
+            pack(q, qkv + head, s.row, queries, &s, s.scale);
+            pack_transposed(qt, qkv + head, s.row, queries, &s, s.scale);
+            pack(g, dy + out, width, queries, &s, 1.0f);
+            pack_transposed(gt, dy + out, width, queries, &s, 1.0f);
+            row_dots(delta, dy + out, y + out, width, queries, s.size);
+            memset(dqt, 0, (size_t)wide * sizeof(float));
+            for (int64_t j = 0; j <= i; j += s.block) {
+                const int64_t keys = min_i64(s.block, s.time - j), block = j * s.padded;
+                strip p = strip_at(0, queries, keys, j == i);
+                for (; p.vectors > 0; p = strip_at(p.first + p.vectors, queries, keys, j == i)) {
+                    const int64_t n = p.first * VL, end = n + p.vectors * VL;
+                    scores(score, k + block, qt, p, &s);
+                    multiply(v + block, s.padded, gt + n, s.block, dp + n, s.block, p.rows, p.vectors,
+                             s.size);
+                    for (int64_t m = n; m < end; m += VL) {
+                        const float *log_sum = lse + (s.batch * s.heads + h) * s.time + i + m;
+                        const vf l = vloadn_f32(log_sum, min_i64(VL, queries - m));
+                        const vf d = vload_f32(delta + m);
+                        if (random) {
+                            keep_factors(keep + m, &drop, &s, h, i + m, j, p.rows);
+                            backward_step(score + m, dp + m, keep + m, p.rows, s.block, l, d, 1);
+                        } else {
+                            backward_step(score + m, dp + m, keep + m, p.rows, s.block, l, d, 0);
+                        }
+                    }
+                    multiply_add_transposed(k + block, s.padded, dp + n, s.block, dqt + n, s.block,
+                                            depth, p.vectors, p.keys);
+                }
+                const int64_t rows = round_up(keys, ROWS);
+                multiply_add(score, s.block, g, s.padded, dv + block, s.padded, rows, across, queries,
+                             j == i);
+                multiply_add(dp, s.block, q, s.padded, dk + block, s.padded, rows, across, queries,
+                             j == i);
+            }
+            store_transposed(dqkv + head, s.row, queries, dqt, &s, scale);
+        }
+    }
+    if (partial) return;
+    unpack(dqkv + first, s.row, s.time, dk, &s);
+    unpack(dqkv + second, s.row, s.time, dv, &s);
+}
+
+/* dK and dV of dqkv = sum over the splits of `partial`, in order.
+   ptr: dqkv, partial.  dim: as in the forward kernel.  tasks: B x K x blocks of rows. */
+KERNEL(attention_backward_combine) {
+    const int64_t blocks = ceil_div(c->dim[0], c->dim[5]);
+    const sizes s = sizes_of(c, task / blocks * c->dim[4]);
+    const int64_t i = task % blocks * s.block, rows = min_i64(s.block, s.time - i);
+    const int64_t whole = s.rows * s.padded;
+    const float *partial = (const float *)c->ptr[1] + task / blocks * s.splits * 2 * whole;
+    T *to = (T *)c->ptr[0] + (s.batch * s.time + i) * s.row + (s.heads + s.kv_head) * s.size;
+    float *sum = scratch;
+    for (int half = 0; half < 2; half++, partial += whole, to += s.kv_heads * s.size) {
+        const float *from = partial + i * s.padded;
+        for (int64_t n = 0; n < rows * s.padded; n += VL) {
+            vf total = vload_f32(from + n);
+            for (int64_t p = 1; p < s.splits; p++) total += vload_f32(from + p * 2 * whole + n);
+            vstore_f32(sum + n, total);
+        }
+        unpack(to, s.row, rows, sum, &s);
+    }
+}

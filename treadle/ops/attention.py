@@ -1,0 +1,318 @@
+"""Causal self-attention in flash form: no T by T matrix in memory, forward or backward.
+
+Dao, Fu, Ermon, Rudra & Ré 2022, "FlashAttention: Fast and Memory-Efficient Exact Attention with
+IO-Awareness"; the online softmax is Milakov & Gimelshein 2018; grouped queries are Ainslie et al.
+2023. The reference is the plain form, with the matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar
+
+import numpy as np
+
+from treadle.errors import DTypeError, GraphError
+from treadle.graph.op import (
+    Cost,
+    Launch,
+    Node,
+    Op,
+    Temp,
+    blocks,
+    expect,
+    expect_float,
+    expect_same,
+    suffixed,
+    touched,
+)
+from treadle.graph.value import Spec, Value
+from treadle.ops.random import UNIFORM_BITS, philox_uniform, stream_of
+
+# ---------------------------------------------------------------- tiles
+
+# Queries, and keys, of a tile: K, Q and scores of a tile share the first-level cache.
+BLOCK = 64
+# Scratch rounds head sizes and rows up to the widest vector of all instruction sets, in floats.
+PAD = 16
+FLOAT_BYTES = 4
+# The blocks of queries of a head are shared out until there are about this many tasks. A split
+# costs the forward kernel another packing of K and V, and the backward one a partial dK and dV.
+FORWARD_TASKS = 64
+BACKWARD_TASKS = 32
+
+
+def _pad(n: int) -> int:
+    return ceil(n / PAD) * PAD
+
+
+# ---------------------------------------------------------------- the two ops
+
+
+@dataclass(frozen=True)
+class _Heads(Op):
+    """What attention and its gradient share: the attributes, and the plain form of the weights."""
+
+    n_head: int = 1
+    n_kv_head: int = 1
+    scale: float = 1.0
+    dropout: float = 0.0
+    stream: int = 0
+
+    def head_size(self, qkv: Spec | Value) -> int:
+        """D of a packed input [B, T, (H + 2K) D]."""
+        return qkv.shape[2] // (self.n_head + 2 * self.n_kv_head)
+
+    def check(self, qkv: Spec, random: Spec | None) -> None:
+        """ShapeError or DTypeError unless the packed input and the random state fit."""
+        op, h, k = "attention", self.n_head, self.n_kv_head
+        expect_float(op, qkv)
+        expect(h >= 1 and k >= 1 and h % k == 0, op, "n_head a multiple of n_kv_head", (h, k))
+        packed = h + 2 * k
+        shape = qkv.shape
+        expect(len(shape) == 3, op, "qkv of shape [B, T, (H + 2K) D]", list(shape))
+        expect(
+            shape[2] > 0 and shape[2] % packed == 0,
+            op,
+            f"a last dimension that is a multiple of n_head + 2 n_kv_head = {packed}",
+            shape[2],
+            "heads of queries, keys and values lie packed in it",
+        )
+        expect(0.0 <= self.dropout < 1.0, op, "a dropout with 0 <= p < 1", self.dropout)
+        if self.dropout > 0:
+            got = "none" if random is None else list(random.shape)
+            expect(random is not None and random.shape == (4,), op, "random state [4]", got)
+            if random is not None and random.dtype != "uint32":
+                raise DTypeError(f"[{op}] expected random state of dtype uint32, got {random}")
+        else:
+            expect(random is None, op, "no random state without dropout", random)
+
+    def split(self, qkv: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Queries, keys and values [B, H, T, D], each key and value head repeated for its group."""
+        b, t, c = qkv.shape
+        h, k = self.n_head, self.n_kv_head
+        heads = qkv.reshape(b, t, h + 2 * k, c // (h + 2 * k)).transpose(0, 2, 1, 3)
+        keys, values = (np.repeat(heads[:, at : at + k], h // k, axis=1) for at in (h, h + k))
+        return heads[:, :h], keys, values
+
+    def scores(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        """scale · Q Kᵀ [B, H, T, T], -∞ where the key comes after the query."""
+        t = q.shape[2]
+        return np.where(np.tri(t, dtype=bool), (q @ k.swapaxes(2, 3)) * self.scale, -np.inf)
+
+    def keep(self, p: np.ndarray, random: np.ndarray | None) -> np.ndarray:
+        """1/(1-p) or 0 for each probability [B, H, T, T]; ones without dropout."""
+        if random is None:
+            return np.ones_like(p)
+        seed, step, low, high = (int(word) for word in random)
+        _, h, t, _ = p.shape
+        start = (low | high << 32) * h * t * t
+        elements = np.arange(p.size, dtype=np.uint64) + np.uint64(start & (2**64 - 1))
+        uniform = philox_uniform(seed, self.stream, step, elements).reshape(p.shape)
+        return np.asarray(uniform >= self.dropout, p.dtype) / (1.0 - self.dropout)
+
+    def _splits(self, qkv: Value, tasks: int) -> int:
+        b, t, _ = qkv.shape
+        return min(blocks(t, BLOCK), ceil(tasks / max(1, b * self.n_kv_head)))
+
+    def _dims(self, qkv: Value, splits: int) -> list[int]:
+        # u ≥ p between whole numbers, so that every backend decides alike.
+        threshold = ceil(self.dropout * 2**UNIFORM_BITS)
+        sizes = [qkv.shape[1], self.n_head, self.n_kv_head, self.head_size(qkv)]
+        return [*sizes, splits, BLOCK, self.stream, threshold]
+
+    def _nums(self) -> list[float]:
+        return [self.scale, 1.0 / (1.0 - self.dropout)]
+
+    def _scratch(self, qkv: Value, whole: int, wide: int, tiles: int, vectors: int) -> int:
+        """Bytes of so many K's, blocks of queries, tiles of scores, and numbers for each query."""
+        rows, size = _pad(qkv.shape[1]), _pad(self.head_size(qkv))
+        floats = whole * rows * size + wide * BLOCK * size + tiles * BLOCK**2 + vectors * BLOCK
+        return floats * FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class Attention(_Heads):
+    """y = (drop ∘ softmax(scale · Q Kᵀ + causal mask)) V for each head, and
+    lse[b, h, t] = log Σ_j exp(scale · q_t · k_j) over the keys j ≤ t.
+
+    qkv: [B, T, (H + 2K) D]: H query heads, K key heads, K value heads, each D wide; query head h
+    uses key and value head h // (H / K).  y: [B, T, H D].  lse: float32 for bfloat16 inputs.
+    random: uint32[4] = seed, step, and the index of the first row in the global batch as two words,
+    low first; only with dropout. The probability (b, h, i, j) is kept, and scaled by 1/(1-p), iff
+    the uniform number of (seed, `stream`, step, (((first + b) H + h) T + i) T + j) is at least p.
+    """
+
+    name: ClassVar[str] = "attention"
+    optional: ClassVar[tuple[int, ...]] = (1,)
+
+    def infer(self, qkv: Spec, random: Spec | None = None) -> Sequence[Spec]:
+        self.check(qkv, random)
+        b, t, _ = qkv.shape
+        statistics = "float32" if qkv.dtype == "bfloat16" else qkv.dtype
+        y = Spec((b, t, self.n_head * self.head_size(qkv)), qkv.dtype)
+        return y, Spec((b, self.n_head, t), statistics)
+
+    def reference(self, qkv: np.ndarray, random: np.ndarray | None = None) -> Sequence[np.ndarray]:
+        q, k, v = self.split(qkv)
+        s = self.scores(q, k)
+        top = s.max(axis=3, keepdims=True)
+        e = np.exp(s - top)
+        total = e.sum(axis=3, keepdims=True)
+        p = e / total
+        y = (p * self.keep(p, random)) @ v
+        return y.swapaxes(1, 2).reshape(*qkv.shape[:2], -1), (top + np.log(total))[..., 0]
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        dy, dlse = dys
+        if dlse is not None:
+            raise GraphError("[attention] lse has no gradient; make the loss of y alone")
+        qkv, *random = node.inputs
+        y, lse = node.outputs
+        op = AttentionGrad(**self.attributes())
+        return [qkv.graph.apply(op, dy, qkv, y, lse, *random)[0], *(None for _ in random)]
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(_flops(self, node.inputs[0], 2), touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        qkv, random = node.inputs[0], _random(node)
+        assert qkv is not None
+        splits = self._splits(qkv, FORWARD_TASKS)
+        return [
+            Launch(
+                suffixed("attention_forward", qkv.dtype),
+                [node.outputs[0], node.out(1), qkv, random],
+                2,
+                self._dims(qkv, splits),
+                self._nums(),
+                tasks=qkv.shape[0] * self.n_kv_head * splits,
+                scratch=self._scratch(qkv, whole=2, wide=2, tiles=2, vectors=3),
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class AttentionGrad(_Heads):
+    """dqkv of an Attention, from its output and saved lse. For each head, with P = exp(S - lse),
+    S = scale · Q Kᵀ + causal mask, and drop the factors 0 or 1/(1-p):
+
+        dV = (drop ∘ P)ᵀ dy          dS = P ∘ (drop ∘ (dy Vᵀ) - rowsum(dy ∘ y))
+        dQ = scale · dS K            dK = scale · dSᵀ Q
+
+    dK and dV are summed over the query heads of a group.
+    """
+
+    name: ClassVar[str] = "attention_grad"
+
+    def infer(
+        self, dy: Spec, qkv: Spec, y: Spec, lse: Spec, random: Spec | None = None
+    ) -> Sequence[Spec]:
+        self.check(qkv, random)
+        expect_same("attention", dy, y)
+        return (qkv,)
+
+    def reference(
+        self,
+        dy: np.ndarray,
+        qkv: np.ndarray,
+        y: np.ndarray,
+        lse: np.ndarray,
+        random: np.ndarray | None = None,
+    ) -> Sequence[np.ndarray]:
+        b, t, c = qkv.shape
+        h, n = self.n_head, self.n_kv_head
+        q, k, v = self.split(qkv)
+        dy, y = (x.reshape(b, t, h, -1).swapaxes(1, 2) for x in (dy, y))
+        p = np.exp(self.scores(q, k) - lse[..., None])
+        keep = self.keep(p, random)
+        dv = (p * keep).swapaxes(2, 3) @ dy
+        ds = p * ((dy @ v.swapaxes(2, 3)) * keep - (dy * y).sum(axis=3, keepdims=True))
+        dq, dk = (ds @ k) * self.scale, (ds.swapaxes(2, 3) @ q) * self.scale
+        dk, dv = (x.reshape(b, n, h // n, t, -1).sum(axis=2) for x in (dk, dv))
+        return (np.concatenate([dq, dk, dv], axis=1).swapaxes(1, 2).reshape(b, t, c),)
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(_flops(self, node.inputs[1], 5), touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        dy, qkv, y, lse = node.inputs[:4]
+        assert qkv is not None
+        dqkv, random = node.outputs[0], _random(node)
+        b, t, _ = qkv.shape
+        splits = self._splits(qkv, BACKWARD_TASKS)
+        dims, nums = self._dims(qkv, splits), self._nums()
+        tasks = b * self.n_kv_head * splits
+        partial = None
+        if splits > 1:
+            partial = Temp(tasks * self._scratch(qkv, 2, 0, 0, 0), "dk_dv")
+        launches = [
+            Launch(
+                suffixed("attention_backward", qkv.dtype),
+                [dqkv, partial, dy, qkv, y, lse, random],
+                2,
+                dims,
+                nums,
+                tasks=tasks,
+                scratch=self._scratch(qkv, whole=2 if partial else 4, wide=5, tiles=3, vectors=2),
+            )
+        ]
+        if partial is not None:
+            launches.append(
+                Launch(
+                    suffixed("attention_backward_combine", qkv.dtype),
+                    [dqkv, partial],
+                    1,
+                    dims,
+                    nums,
+                    tasks=b * self.n_kv_head * blocks(t, BLOCK),
+                    scratch=self._scratch(qkv, whole=0, wide=1, tiles=0, vectors=0),
+                )
+            )
+        return launches
+
+
+def _random(node: Node) -> Value | None:
+    """The random state of a node: its last input with dropout, None without."""
+    op = node.op
+    assert isinstance(op, _Heads)
+    return node.inputs[-1] if op.dropout > 0 else None
+
+
+def _flops(op: _Heads, qkv: Value | None, products: int) -> int:
+    """So many matrix products over the causal half: 2 D operations for each pair of positions."""
+    assert qkv is not None
+    b, t, _ = qkv.shape
+    return products * 2 * op.head_size(qkv) * b * op.n_head * (t * (t + 1) // 2)
+
+
+# ---------------------------------------------------------------- the function
+
+
+def attention(
+    qkv: Value,
+    n_head: int,
+    n_kv_head: int | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    random: Value | None = None,
+    name: str = "attention",
+) -> Value:
+    """Causal self-attention over packed queries, keys and values; y [B, T, n_head · D].
+
+    qkv: [B, T, (n_head + 2 n_kv_head) D], the output of GPT-2's c_attn when n_kv_head is n_head
+    (the default); n_kv_head divides n_head.  scale: of the scores, 1/√D when None.
+    dropout: probability with which a softmax weight is zeroed.  random: uint32[4], see Attention;
+    used only with dropout.
+    name: names the node and selects its random stream; it must be the same on every rank.
+    ShapeError or DTypeError when the input does not fit.
+    """
+    k = n_head if n_kv_head is None else n_kv_head
+    op = Attention(n_head, k, 1.0, float(dropout), stream_of(name) if dropout > 0 else 0)
+    inputs = (qkv, random) if dropout > 0 else (qkv,)
+    op.check(qkv.spec, None if len(inputs) == 1 or random is None else random.spec)
+    scale = op.head_size(qkv) ** -0.5 if scale is None else float(scale)
+    op = Attention(n_head, k, scale, op.dropout, op.stream)
+    return qkv.graph.apply(op, *inputs, name=name)[0]

@@ -1,0 +1,321 @@
+"""The table of op cases: every op at odd sizes, for the tests and for `treadle check`.
+
+Adding an op means adding a row. Each row is run against finite differences in float64 (when it
+has a gradient), and on every backend and dtype against the float64 reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from treadle.graph.op import Cast, Fill, Op, Sum
+from treadle.graph.value import Spec
+from treadle.ops import elementwise, embedding, linear, loss, norm, optim, random
+from treadle.ops.attention import Attention, AttentionGrad
+
+Maker = Callable[[np.random.Generator, Spec], np.ndarray]
+FLOAT = "float"  # stands for the dtype under test in a row's specs
+
+
+def normal(rng: np.random.Generator, spec: Spec) -> np.ndarray:
+    """Standard normal numbers."""
+    return rng.standard_normal(spec.shape)
+
+
+def constant(value: float | Sequence[float]) -> Maker:
+    """The same numbers every time, broadcast to the shape."""
+    return lambda rng, spec: np.broadcast_to(np.asarray(value), spec.shape)
+
+
+def integers(low: int, high: int) -> Maker:
+    """Whole numbers from low to high - 1."""
+    return lambda rng, spec: rng.integers(low, high, spec.shape)
+
+
+def positive(rng: np.random.Generator, spec: Spec) -> np.ndarray:
+    """Numbers between 0.1 and 2."""
+    return rng.uniform(0.1, 2.0, spec.shape)
+
+
+def spread(rng: np.random.Generator, spec: Spec) -> np.ndarray:
+    """Numbers away from 0, for functions with a kink there."""
+    x = rng.standard_normal(spec.shape) * 2
+    return np.where(np.abs(x) < 0.1, 0.5, x)
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a row: shape, dtype ("float" = the dtype under test), and how to fill it."""
+
+    shape: tuple[int, ...]
+    dtype: str = FLOAT
+    make: Maker = normal
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. inputs: Input, a bare shape, or None where an optional input is absent.
+
+    gradient: whether the op is differentiated in the gradient check. dtypes: those that the
+    kernels take. prepare: computes dependent inputs (saved statistics) from the others, in
+    float64: arrays in, arrays out.
+    """
+
+    op: Op
+    inputs: Sequence[Input | tuple[int, ...] | None]
+    gradient: bool = False
+    dtypes: Sequence[str] = ("float32", "bfloat16")
+    prepare: Callable[[list], list] | None = field(default=None)
+    note: str = ""
+    constants: Sequence[int] = ()  # float inputs that have no gradient: scalars, statistics
+    outputs: Sequence[int] | None = None  # outputs that the loss is made of; all when None
+
+    def differentiable(self, output: int) -> bool:
+        """Whether the gradient check's loss uses this output."""
+        return self.outputs is None or output in self.outputs
+
+    @property
+    def title(self) -> str:
+        """What a table of results calls the row."""
+        shapes = "x".join(
+            "·" if i is None else str(list(getattr(i, "shape", i))).replace(" ", "")
+            for i in self.inputs[:4]
+        )
+        attrs = ",".join(str(v) for v in self.op.attributes().values() if isinstance(v, str | bool))
+        return f"{self.op.name}{f'({attrs})' if attrs else ''} {shapes}{self.note}"
+
+
+ODD = (1, 31, 33, 123, 4099)
+
+
+def _primitives() -> list[Case]:
+    rows = [Case(Fill((n,), 0.5), [], dtypes=("float32",)) for n in ODD]
+    rows += [Case(Cast("bfloat16"), [Input((n,), "float32")], dtypes=("float32",)) for n in ODD]
+    rows += [Case(Cast("float32"), [(n,)], gradient=True) for n in ODD]
+    rows += [Case(Sum(), [(n,)] * k, gradient=True) for n in ODD for k in (1, 2, 5)]
+    return rows
+
+
+def _elementwise() -> list[Case]:
+    rows = []
+    for n in ODD:
+        for op in (elementwise.Add(), elementwise.Mul()):
+            rows += [Case(op, [(n,), (n,)], gradient=True), Case(op, [(3, n), (n,)], gradient=True)]
+            rows.append(Case(op, [(3, n), ()], gradient=True))
+        rows.append(Case(elementwise.Scale(-1.5), [(n,)], gradient=True))
+        rows.append(Case(elementwise.Reshape((n, 1)), [(n,)], gradient=True))
+        rows.append(Case(elementwise.Broadcast((5, n)), [(n,)], gradient=True))
+        for kind in elementwise.ACTIVATIONS:
+            rows.append(
+                Case(elementwise.Activation(kind), [Input((n,), make=spread)], gradient=True)
+            )
+            rows.append(Case(elementwise.ActivationGrad(kind), [(n,), Input((n,), make=spread)]))
+    for rows_, columns in ((1, 1), (31, 33), (123, 5), (300, 257), (4099, 2), (1, 4099), (65, 1)):
+        op = elementwise.SumLeading((columns,), "float32")
+        rows.append(Case(op, [(rows_, columns)], gradient=rows_ * columns < 5000))
+    rows.append(Case(elementwise.SumLeading((), "float32"), [(33, 3)], gradient=True))
+    return rows
+
+
+def _linear() -> list[Case]:
+    rows = []
+    sizes = ((1, 1, 1), (1, 33, 31), (31, 1, 33), (33, 31, 1), (65, 123, 257), (123, 33, 530))
+    for m, n, k in sizes:
+        small = m * n * k < 40000
+        mm = MatMul
+        rows.append(Case(mm(), [(m, k), (k, n)], gradient=small))
+        rows.append(Case(mm(), [(m, k), (k, n), (n,)], gradient=small))
+        rows.append(Case(mm(transpose_b=True), [(m, k), (n, k), (n,)], gradient=small))
+        rows.append(Case(mm(transpose_a=True), [(k, m), (k, n)], gradient=small))
+        rows.append(Case(mm(), [(m, k), (k, n), (n,), (m, n)]))
+        rows.append(Case(mm(transpose_b=True), [(m, k), (n, k), None, (m, n)]))
+        rows.append(Case(mm(transpose_a=True, dtype="float32"), [(k, m), (k, n)]))
+        for kind in elementwise.ACTIVATIONS:
+            rows.append(Case(mm(activation=kind), [(m, k), (k, n), (n,)]))
+    rows.append(Case(MatMul(), [(2, 5, 7), (7, 3), (3,)], gradient=True))
+    return rows
+
+
+def _random() -> list[Case]:
+    rows = []
+    for shape in ((1,), (31, 1), (33, 123), (4099, 3), (2, 3, 4099)):
+        for first_row in ([7, 0], [2**32 - 1, 3]):
+            state = Input((4,), "uint32", constant([5, 9, *first_row]))
+            small = shape[-1] < 4099
+            op = random.Dropout(0.3, random.stream_of("drop"))
+            rows.append(Case(op, [shape, state], gradient=small, note=f" row {first_row}"))
+    return rows
+
+
+def _optim() -> list[Case]:
+    def scalar(value: float) -> Input:
+        return Input((), FLOAT, constant(value))
+
+    rows = []
+    dtypes = ("float32",)
+    for n in ODD:
+        moments = Input((n,), FLOAT, positive)
+        for ok in (1.0, 0.0):
+            note = f" ok={ok:g}"
+            scalars = [scalar(v) for v in (1e-2, 0.19, 0.002, 0.7, ok)]
+            adam = optim.AdamW((0.9, 0.999), 1e-8, 0.1)
+            rows.append(Case(adam, [(n,), (n,), (n,), moments, *scalars], False, dtypes, note=note))
+            scalars = [scalar(v) for v in (1e-2, 0.7, ok)]
+            sgd = optim.Sgd(0.9, 0.1)
+            rows.append(Case(sgd, [(n,), (n,), (n,), *scalars], False, dtypes, note=note))
+            sgd = optim.Sgd(0.0, 0.1)
+            rows.append(Case(sgd, [(n,), (n,), None, *scalars], False, dtypes, note=note))
+        rows.append(Case(optim.Accumulate(), [(n,), (n,)], dtypes=dtypes))
+        for max_norm in (0.0, 1.0, 1e6):
+            grads = [(n,), (3, n), (), (5, 33)]
+            op = optim.GlobalNorm(max_norm)
+            rows.append(Case(op, [scalar(1.0), *grads], dtypes=dtypes, note=f" max={max_norm:g}"))
+    rows.append(Case(optim.GlobalNorm(1.0), [scalar(1.0), (70001,)], dtypes=dtypes))
+    nan = Input((33,), FLOAT, constant(float("nan")))
+    rows.append(Case(optim.GlobalNorm(1.0), [scalar(1.0), (31,), nan], dtypes=dtypes, note=" NaN"))
+    return rows
+
+
+def _norm() -> list[Case]:
+    def statistics(arrays: list) -> list:
+        """mean and rstd, the last two inputs, from x, the second."""
+        x = arrays[1]
+        return [*arrays[:-2], x.mean(-1), 1 / np.sqrt(x.var(-1) + 1e-5)]
+
+    def shifted(rng: np.random.Generator, spec: Spec) -> np.ndarray:
+        return 100.0 + rng.standard_normal(spec.shape)
+
+    rows = []
+    grad, weight_grad = norm.LayerNormGrad(), norm.LayerNormWeightGrad()
+    shapes = ((1, 1), (31, 1), (2, 3, 33), (33, 31), (65, 123), (130, 257), (3, 4099), (4099, 5))
+    for shape in shapes:
+        c = shape[-1:]
+        rows.append(Case(norm.LayerNorm(), [shape, c], gradient=True, outputs=(0,)))
+        rows.append(Case(norm.LayerNorm(), [shape, c, c], gradient=True, outputs=(0,)))
+        wide = Input(c, "float32")
+        rows.append(Case(norm.LayerNorm(), [shape, wide, wide], note=" wide"))
+        saved = [Input(shape[:-1], "float32")] * 2
+        rows.append(Case(grad, [shape, shape, c, *saved], prepare=statistics))
+        rows.append(Case(grad, [shape, shape, wide, *saved], prepare=statistics, note=" wide"))
+        rows.append(Case(weight_grad, [shape, shape, *saved], prepare=statistics))
+    rows.append(Case(norm.LayerNorm(), [Input((31, 123), make=shifted), (123,)], note=" shifted"))
+    return rows
+
+
+def _embedding() -> list[Case]:
+    rows = []
+    sizes = ((1, 1, 1, 1), (2, 31, 33, 31), (3, 33, 5, 123), (1, 123, 4099, 33), (5, 65, 31, 257))
+    for batch, time, vocabulary, channels in sizes:
+        tables = [(vocabulary, channels), (time + 2, channels)]
+        y = (batch, time, channels)
+        for note, make in (
+            ("", integers(0, vocabulary)),
+            (" unknown tokens", integers(-2, vocabulary + 2)),
+            (" equal tokens", constant(vocabulary - 1)),
+        ):
+            tokens = Input((batch, time), "int32", make)
+            op, grad = Embedding(), EmbeddingGrad(vocabulary)
+            into = Input(tables[0], "float32")
+            rows.append(Case(op, [tokens, tables[0]], gradient=True, note=note))
+            rows.append(Case(op, [tokens, *tables], gradient=True, note=note))
+            rows.append(Case(grad, [tokens, y], note=note))
+            rows.append(Case(grad, [tokens, y, into], note=note))
+        rows.append(Case(PositionGrad(time), [y]))
+        rows.append(Case(PositionGrad(time + 3), [y]))
+        for at in (-1, 0, time // 2, time):
+            index = Input((), "int32", constant(at))
+            rows.append(Case(SelectRow(), [y, index], note=f" {at}"))
+    many = Input((2, 4099), "int32", integers(0, 50257))
+    rows.append(Case(EmbeddingGrad(50257), [many, (2, 4099, 3)]))
+    return rows
+
+
+def _loss() -> list[Case]:
+    def saved(arrays: list) -> list:
+        """lse, the last input, from the logits, the second."""
+        return [*arrays[:-1], np.log(np.exp(arrays[1]).sum(-1))]
+
+    def far(rng: np.random.Generator, spec: Spec) -> np.ndarray:
+        return 200.0 * rng.standard_normal(spec.shape)
+
+    def masked(rng: np.random.Generator, spec: Spec) -> np.ndarray:
+        x = rng.standard_normal(spec.shape)
+        x[..., : spec.shape[-1] - 3] = -np.inf
+        return x
+
+    rows = []
+    op, grad = loss.CrossEntropy(), loss.CrossEntropyGrad()
+    dloss = Input((), "float32", constant(0.37))
+    for shape in ((1, 1), (31, 31), (2, 3, 33), (123, 65), (300, 5), (3, 4099), (2, 9001)):
+        for note, make in (
+            ("", integers(0, shape[-1])),
+            (" some ignored", integers(-2, shape[-1] + 1)),
+            (" all ignored", constant(-1)),
+        ):
+            targets = Input(shape[:-1], "int32", make)
+            rows.append(Case(op, [shape, targets], gradient=True, outputs=(0, 1), note=note))
+            lse = Input(shape[:-1], "float32")
+            rows.append(Case(grad, [dloss, shape, targets, lse], prepare=saved, note=note))
+    last = Input((5,), "int32", constant(4098))
+    for note, make in ((" far apart", far), (" -inf", masked)):
+        rows.append(Case(op, [Input((5, 4099), make=make), last], note=note))
+    ignored = Input((31,), "int32", integers(0, 3))
+    rows.append(Case(loss.CrossEntropy(2), [(31, 33), ignored], gradient=True, outputs=(0,)))
+    for size in ((), (1,), (31, 33), (4099,), (3, 20011)):
+        rows.append(Case(loss.MeanSquaredError(), [size, size], gradient=True))
+        rows.append(Case(loss.MeanSquaredErrorGrad(), [dloss, size, size]))
+    for count in (0.0, 3.0):
+        mean = [(), Input((), make=constant(count))]
+        rows.append(Case(loss.Mean(), mean, gradient=True, constants=(1,), note=f" {count}"))
+    return rows
+
+
+def _attention() -> list[Case]:
+    rows = []
+    sizes = (  # B, T, H, K, D
+        (1, 1, 1, 1, 1),
+        (2, 5, 2, 1, 3),
+        (1, 31, 1, 1, 33),
+        (3, 33, 4, 2, 8),
+        (2, 64, 3, 3, 32),
+        (1, 123, 2, 1, 80),
+        (1, 130, 6, 2, 16),
+        (2, 257, 2, 2, 64),
+        (17, 67, 2, 2, 7),
+        (1, 1029, 1, 1, 5),
+    )
+    for b, t, h, k, d in sizes:
+        qkv, y, lse = (b, t, (h + 2 * k) * d), (b, t, h * d), Input((b, h, t), "float32")
+        for p, row in ((0.0, 0), (0.3, 3), (0.9, 2**32 - 1)):
+            state = [Input((4,), "uint32", constant([5, 9, row, 1]))] if p else []
+            heads = (h, k, d**-0.5, p, random.stream_of("attention") if p else 0)
+            op, grad = Attention(*heads), AttentionGrad(*heads)
+
+            def saved(arrays: list, op: Attention = op) -> list:
+                """y and lse from qkv and the random state."""
+                dy, qkv, _, _, *state = arrays
+                return [dy, qkv, *op.reference(qkv, *state), *state]
+
+            note = f" heads {h}/{k}" + (f" dropout {p}" if p else "")
+            small = b * t <= 100
+            rows.append(Case(op, [qkv, *state], small, outputs=(0,), note=note))
+            rows.append(Case(grad, [y, qkv, y, lse, *state], prepare=saved, note=note))
+    return rows
+
+
+def all_cases() -> list[Case]:
+    """Every row, family by family."""
+    return [
+        *_primitives(),
+        *_elementwise(),
+        *_linear(),
+        *_random(),
+        *_optim(),
+        *_norm(),
+        *_embedding(),
+        *_loss(),
+        *_attention(),
+    ]

@@ -1,0 +1,398 @@
+"""Elementwise ops, activations, and the sum over leading dimensions that undoes broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import numpy as np
+
+from treadle.graph.op import (
+    Cost,
+    Launch,
+    Node,
+    Op,
+    Temp,
+    blocks,
+    expect,
+    expect_float,
+    expect_same,
+    suffixed,
+    touched,
+)
+from treadle.graph.value import Shape, Spec, Value
+
+# ---------------------------------------------------------------- add, mul
+
+
+def _trailing(op: str, a: Spec, b: Spec) -> None:
+    """b has a's shape, or the last dimensions of it."""
+    expect_float(op, a, b)
+    expect_same(op, Spec((), a.dtype), Spec((), b.dtype))
+    n = len(b.shape)
+    expect(
+        b.shape == a.shape[len(a.shape) - n :] and n <= len(a.shape),
+        op,
+        f"a second shape that ends {list(a.shape)}",
+        list(b.shape),
+        "only leading dimensions broadcast",
+    )
+
+
+@dataclass(frozen=True)
+class Add(Op):
+    """y = a + b; b has a's shape or its last dimensions, and is repeated over the leading ones."""
+
+    name: ClassVar[str] = "add"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0, 1)}
+
+    def infer(self, a: Spec, b: Spec) -> Sequence[Spec]:
+        _trailing("add", a, b)
+        return (a,)
+
+    def reference(self, a: np.ndarray, b: np.ndarray) -> Sequence[np.ndarray]:
+        return (a + b,)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        (dy,) = dys
+        return dy, sum_leading(dy, node.inputs[1].shape) if needs[1] else None
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        return _binary("add", node)
+
+
+@dataclass(frozen=True)
+class Mul(Op):
+    """y = a · b; b has a's shape or its last dimensions, and is repeated over the leading ones."""
+
+    name: ClassVar[str] = "mul"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0, 1)}
+
+    def infer(self, a: Spec, b: Spec) -> Sequence[Spec]:
+        _trailing("mul", a, b)
+        return (a,)
+
+    def reference(self, a: np.ndarray, b: np.ndarray) -> Sequence[np.ndarray]:
+        return (a * b,)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        (dy,), (a, b) = dys, node.inputs
+        da = mul(dy, b) if needs[0] else None
+        return da, sum_leading(mul(dy, a), b.shape) if needs[1] else None
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        return _binary("mul", node)
+
+
+def _binary(kernel: str, node: Node) -> Sequence[Launch]:
+    (a, b), y = node.inputs, node.outputs[0]
+    assert a is not None and b is not None
+    return [Launch(suffixed(kernel, y.dtype), [y, a, b], 1, [y.size, b.size], tasks=blocks(y.size))]
+
+
+# ---------------------------------------------------------------- scale, copy
+
+
+@dataclass(frozen=True)
+class Scale(Op):
+    """y = alpha · x, alpha a constant."""
+
+    alpha: float = 1.0
+    name: ClassVar[str] = "scale"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0,)}
+
+    def infer(self, x: Spec) -> Sequence[Spec]:
+        expect_float("scale", x)
+        return (x,)
+
+    def reference(self, x: np.ndarray) -> Sequence[np.ndarray]:
+        return (x * self.alpha,)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        return (scale(dys[0], self.alpha),)
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        x, y = node.inputs[0], node.outputs[0]
+        n = y.size
+        return [Launch(suffixed("scale", y.dtype), [y, x], 1, [n], [self.alpha], tasks=blocks(n))]
+
+
+@dataclass(frozen=True)
+class Reshape(Op):
+    """y = x with another shape of as many elements: a copy, in place where x is not used again."""
+
+    shape: Shape = ()
+    name: ClassVar[str] = "reshape"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0,)}
+
+    def infer(self, x: Spec) -> Sequence[Spec]:
+        expect_float("reshape", x)
+        expect(
+            prod(self.shape) == x.size,
+            "reshape",
+            f"a shape of {x.size} elements for {list(x.shape)}",
+            list(self.shape),
+        )
+        return (Spec(self.shape, x.dtype),)
+
+    def reference(self, x: np.ndarray) -> Sequence[np.ndarray]:
+        return (x.reshape(self.shape),)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        return (reshape(dys[0], node.inputs[0].shape),)
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(0, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        x, y = node.inputs[0], node.outputs[0]
+        return [Launch(suffixed("copy", y.dtype), [y, x], 1, [y.size], tasks=blocks(y.size))]
+
+
+# ---------------------------------------------------------------- activations
+
+ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
+_GELU_SCALE = (2.0 / np.pi) ** 0.5
+_GELU_CUBIC = 0.044715
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    from math import erf
+
+    return np.vectorize(erf, otypes=[x.dtype])(x) if x.size else x.copy()
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def activation_reference(kind: str, x: np.ndarray) -> np.ndarray:
+    """f(x) of an activation, in x's dtype. See Activation."""
+    if kind == "gelu":
+        return 0.5 * x * (1.0 + np.tanh(_GELU_SCALE * (x + _GELU_CUBIC * x**3)))
+    if kind == "gelu_erf":
+        return 0.5 * x * (1.0 + _erf(x / 2**0.5))
+    if kind == "relu":
+        return np.where(x > 0, x, x * 0)
+    return x * _sigmoid(x)
+
+
+def activation_slope(kind: str, x: np.ndarray) -> np.ndarray:
+    """f'(x) of an activation, in x's dtype."""
+    if kind == "gelu":
+        t = np.tanh(_GELU_SCALE * (x + _GELU_CUBIC * x**3))
+        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * _GELU_SCALE * (
+            1.0 + 3.0 * _GELU_CUBIC * x**2
+        )
+    if kind == "gelu_erf":
+        density = np.exp(-0.5 * x * x) / (2.0 * np.pi) ** 0.5
+        return 0.5 * (1.0 + _erf(x / 2**0.5)) + x * density
+    if kind == "relu":
+        return np.where(x > 0, 1.0, 0.0) + x * 0
+    s = _sigmoid(x)
+    return s * (1.0 + x * (1.0 - s))
+
+
+@dataclass(frozen=True)
+class Activation(Op):
+    """y = f(x), f one of
+    gelu      0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))   Hendrycks & Gimpel 2016, as in GPT-2
+    gelu_erf  0.5 x (1 + erf(x / √2))                      the exact form
+    relu      max(x, 0)
+    silu      x / (1 + e⁻ˣ)                                Elfwing et al. 2018
+    """
+
+    kind: str = "gelu"
+    name: ClassVar[str] = "activation"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0,)}
+
+    def infer(self, x: Spec) -> Sequence[Spec]:
+        expect(self.kind in ACTIVATIONS, "activation", f"one of {ACTIVATIONS}", self.kind)
+        expect_float(self.kind, x)
+        return (x,)
+
+    def reference(self, x: np.ndarray) -> Sequence[np.ndarray]:
+        return (activation_reference(self.kind, x),)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        x, (dy,) = node.inputs[0], dys
+        return x.graph.apply(ActivationGrad(self.kind), dy, x, name=self.kind)
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(8 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        x, y = node.inputs[0], node.outputs[0]
+        kernel = suffixed(f"{self.kind}_forward", y.dtype)
+        return [Launch(kernel, [y, x], 1, [y.size], tasks=blocks(y.size))]
+
+
+@dataclass(frozen=True)
+class ActivationGrad(Op):
+    """dx = dy · f'(x) of an Activation."""
+
+    kind: str = "gelu"
+    name: ClassVar[str] = "activation_grad"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0, 1)}
+
+    def infer(self, dy: Spec, x: Spec) -> Sequence[Spec]:
+        expect_same(self.kind, dy, x)
+        return (x,)
+
+    def reference(self, dy: np.ndarray, x: np.ndarray) -> Sequence[np.ndarray]:
+        return (dy * activation_slope(self.kind, x),)
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(14 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        (dy, x), dx = node.inputs, node.outputs[0]
+        kernel = suffixed(f"{self.kind}_backward", dx.dtype)
+        return [Launch(kernel, [dx, dy, x], 1, [dx.size], tasks=blocks(dx.size))]
+
+
+# ---------------------------------------------------------------- sum over leading dimensions
+
+# One task sums SUM_ROWS rows of SUM_COLUMNS columns; partial sums combine in a fixed tree.
+SUM_ROWS = 64
+SUM_COLUMNS = 256
+
+
+@dataclass(frozen=True)
+class SumLeading(Op):
+    """y[shape] = Σ x over the leading dimensions; `shape` is how x's shape ends. y is `dtype`,
+    accumulated in float32 or wider."""
+
+    shape: Shape = ()
+    dtype: str = "float32"
+    name: ClassVar[str] = "sum_leading"
+
+    def infer(self, x: Spec) -> Sequence[Spec]:
+        expect_float("sum_leading", x)
+        n = len(self.shape)
+        expect(
+            n <= len(x.shape) and x.shape[len(x.shape) - n :] == self.shape,
+            "sum_leading",
+            f"a shape that ends {list(x.shape)}",
+            list(self.shape),
+        )
+        return (Spec(self.shape, self.dtype),)
+
+    def reference(self, x: np.ndarray) -> Sequence[np.ndarray]:
+        return (x.reshape(-1, *self.shape).sum(axis=0),)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        x, (dy,) = node.inputs[0], dys
+        return (x.graph.apply(Broadcast(x.shape), dy)[0],)
+
+    def cost(self, node: Node) -> Cost:
+        x = node.inputs[0]
+        assert x is not None
+        return Cost(x.size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        x, y = node.inputs[0], node.outputs[0]
+        assert x is not None
+        columns = max(1, y.size)
+        rows = x.size // columns
+        parts = blocks(rows, SUM_ROWS)
+        across = blocks(columns, SUM_COLUMNS)
+        partial = Temp(parts * columns * 4, "partial")
+        dims = [rows, columns, parts]
+        kernel = suffixed("sum_leading", x.dtype)
+        combine = suffixed("sum_leading_combine", y.dtype)
+        return [
+            Launch(kernel, [partial, x], 1, dims, tasks=parts * across),
+            Launch(combine, [y, partial], 1, dims, tasks=across),
+        ]
+
+
+@dataclass(frozen=True)
+class Broadcast(Op):
+    """y[shape] = x repeated over leading dimensions: the transpose of SumLeading."""
+
+    shape: Shape = ()
+    name: ClassVar[str] = "broadcast"
+
+    def infer(self, x: Spec) -> Sequence[Spec]:
+        _trailing("broadcast", Spec(self.shape, x.dtype), x)
+        return (Spec(self.shape, x.dtype),)
+
+    def reference(self, x: np.ndarray) -> Sequence[np.ndarray]:
+        return (np.broadcast_to(x, self.shape),)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        return (sum_leading(dys[0], node.inputs[0].shape),)
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        x, y = node.inputs[0], node.outputs[0]
+        assert x is not None
+        dims = [y.size, x.size]
+        return [Launch(suffixed("broadcast", y.dtype), [y, x], 1, dims, tasks=blocks(y.size))]
+
+
+# ---------------------------------------------------------------- functions
+
+
+def add(a: Value, b: Value) -> Value:
+    """a + b; the shape of one ends the other's (leading dimensions broadcast)."""
+    if len(b.shape) > len(a.shape):
+        a, b = b, a
+    return a.graph.apply(Add(), a, b)[0]
+
+
+def mul(a: Value, b: Value) -> Value:
+    """a · b elementwise; the shape of one ends the other's (leading dimensions broadcast)."""
+    if len(b.shape) > len(a.shape):
+        a, b = b, a
+    return a.graph.apply(Mul(), a, b)[0]
+
+
+def scale(x: Value, alpha: float) -> Value:
+    """alpha · x."""
+    return x.graph.apply(Scale(float(alpha)), x)[0]
+
+
+def reshape(x: Value, shape: Shape) -> Value:
+    """x with another shape of as many elements."""
+    return x.graph.apply(Reshape(tuple(shape)), x)[0]
+
+
+def copy(x: Value) -> Value:
+    """A value of its own with x's content."""
+    return reshape(x, x.shape)
+
+
+def activation(x: Value, kind: str) -> Value:
+    """f(x) with f one of `gelu` (tanh form), `gelu_erf`, `relu`, `silu`."""
+    return x.graph.apply(Activation(kind), x, name=kind)[0]
+
+
+def gelu(x: Value) -> Value:
+    """Gaussian error linear unit in GPT-2's tanh form."""
+    return activation(x, "gelu")
+
+
+def gelu_erf(x: Value) -> Value:
+    """Gaussian error linear unit, exact form."""
+    return activation(x, "gelu_erf")
+
+
+def relu(x: Value) -> Value:
+    """max(x, 0); NaN stays NaN."""
+    return activation(x, "relu")
+
+
+def silu(x: Value) -> Value:
+    """x · sigmoid(x)."""
+    return activation(x, "silu")
+
+
+def sum_leading(x: Value, shape: Shape, dtype: str | None = None) -> Value:
+    """Σ over x's leading dimensions, down to `shape`; x itself when it has that shape."""
+    dtype = dtype or x.dtype
+    if x.shape == shape and x.dtype == dtype:
+        return x
+    return x.graph.apply(SumLeading(tuple(shape), dtype), x)[0]

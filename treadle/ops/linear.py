@@ -1,0 +1,241 @@
+"""Matrix multiplication and the linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import numpy as np
+
+from treadle.errors import DTypeError
+from treadle.graph.op import (
+    Cost,
+    Launch,
+    Node,
+    Op,
+    Temp,
+    expect,
+    expect_float,
+    expect_same,
+    suffixed,
+    touched,
+)
+from treadle.graph.value import Spec, Value
+from treadle.ops.elementwise import activation as activate
+from treadle.ops.elementwise import activation_reference, add, sum_leading
+from treadle.ops.tiles import matmul_tiles
+
+# As linear.c and kernels/activation.h number them.
+ACCUMULATE, OUTPUT_FLOAT32 = 1, 2
+ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4}
+
+
+@dataclass(frozen=True)
+class MatMul(Op):
+    """y = f(A · B + bias) + residual (+ into), pre = A · B + bias.
+
+    a: [..., K], or [..., M] with transpose_a: its leading dimensions are then the sum's
+    (aᵀ · b over all rows, a weight's gradient).  b: [K, N], or [N, K] with transpose_b; with
+    transpose_a its shape is [..., N].
+    bias: [N].  residual: y's shape.  into: a buffer of y's shape that y is added to, in place.
+    Outputs: y [..., N] ([M, N] with transpose_a), and pre (before the activation), for backward.
+    The sums are in float32 (float64 where the inputs are). f, residual and into are set by the
+    fusion pass, after differentiation; only the bare product and the bias have a gradient here.
+    """
+
+    transpose_a: bool = False
+    transpose_b: bool = False
+    activation: str | None = None
+    dtype: str | None = None
+    name: ClassVar[str] = "matmul"
+    optional: ClassVar[tuple[int, ...]] = (1,)
+
+    @property
+    def updates(self) -> dict[int, int]:  # type: ignore[override]
+        return {}
+
+    def sizes(self, a: Spec, b: Spec) -> tuple[int, int, int]:
+        """M, N, K of the two-dimensional product."""
+        if self.transpose_a:
+            return a.shape[-1], b.shape[-1], prod(a.shape[:-1])
+        return prod(a.shape[:-1]), b.shape[0] if self.transpose_b else b.shape[1], a.shape[-1]
+
+    def infer(
+        self, a: Spec, b: Spec, bias: Spec | None = None, residual: Spec | None = None
+    ) -> Sequence[Spec]:
+        expect_float("matmul", a, b, bias, residual)
+        if a.dtype != b.dtype:
+            raise DTypeError(f"[matmul] expected two {a.dtype} inputs, got {b}; cast first")
+        expect(len(a.shape) >= 2, "matmul", "a first input of 2 or more dimensions", list(a.shape))
+        if self.transpose_a:
+            expect(not self.transpose_b, "matmul", "one transposed input", "two")
+            expect(
+                a.shape[:-1] == b.shape[:-1],
+                "matmul",
+                f"a second shape {[*a.shape[:-1], 'N']} for aᵀ·b",
+                list(b.shape),
+            )
+            out: tuple[int, ...] = (a.shape[-1], b.shape[-1])
+        else:
+            k = b.shape[-1] if self.transpose_b else b.shape[0]
+            expect(len(b.shape) == 2, "matmul", "a second input of 2 dimensions", list(b.shape))
+            expect(
+                k == a.shape[-1],
+                "matmul",
+                f"{['N', a.shape[-1]] if self.transpose_b else [a.shape[-1], 'N']} "
+                f"for the second input",
+                list(b.shape),
+                f"the first is {list(a.shape)}",
+            )
+            out = (*a.shape[:-1], b.shape[0] if self.transpose_b else b.shape[1])
+        if bias is not None:
+            expect(bias.shape == out[-1:], "matmul", f"bias {list(out[-1:])}", list(bias.shape))
+        if residual is not None:
+            expect(residual.shape == out, "matmul", f"residual {list(out)}", list(residual.shape))
+        y = Spec(out, self.dtype or a.dtype)
+        return (y, Spec(out, a.dtype)) if self.activation else (y,)
+
+    def reference(
+        self,
+        a: np.ndarray,
+        b: np.ndarray,
+        bias: np.ndarray | None = None,
+        residual: np.ndarray | None = None,
+    ) -> Sequence[np.ndarray]:
+        if self.transpose_a:
+            pre = a.reshape(-1, a.shape[-1]).T @ b.reshape(-1, b.shape[-1])
+        else:
+            pre = a @ (b.T if self.transpose_b else b)
+        if bias is not None:
+            pre = pre + bias
+        y = activation_reference(self.activation, pre) if self.activation else pre
+        if residual is not None:
+            y = y + residual
+        return (y, pre) if self.activation else (y,)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        a, b, bias, residual = (*node.inputs, None, None)[:4]
+        dy = dys[0]
+        if self.activation or residual is not None:
+            return super().grad(node, dys, needs)
+        da = db = dbias = None
+        if needs[0]:
+            if self.transpose_a:  # y = aᵀ b over rows: da = b dyᵀ
+                da = matmul(b, dy, transpose_b=True)
+            else:
+                da = matmul(dy, b, transpose_b=not self.transpose_b)
+        if needs[1]:
+            if self.transpose_a:  # db = a dy
+                db = matmul(a, dy)
+            elif self.transpose_b:
+                db = matmul(dy, a, transpose_a=True, dtype="float32")
+            else:
+                db = matmul(a, dy, transpose_a=True, dtype="float32")
+        if bias is not None and needs[2]:
+            dbias = sum_leading(dy, bias.shape, "float32")
+        return (da, db, dbias)[: len(node.inputs)]
+
+    def cost(self, node: Node) -> Cost:
+        a, b = node.inputs[:2]
+        assert a is not None and b is not None
+        return Cost(2 * prod(self.sizes(a.spec, b.spec)), touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        a, b, bias, residual = (*node.inputs, None, None)[:4]
+        assert a is not None and b is not None
+        y = node.outputs[0]
+        m, n, k = self.sizes(a.spec, b.spec)
+        tiles = matmul_tiles(m, n, k)
+        packed = Temp(tiles.packed_bytes, "packed") if tiles.packed_bytes else None
+        a_strides = (1, m) if self.transpose_a else (k, 1)
+        b_strides = (1, k) if self.transpose_b else (n, 1)
+        flags = ACCUMULATE * bool(self.updates) + OUTPUT_FLOAT32 * (y.dtype == "float32")
+        launches = []
+        if packed is not None:
+            launches.append(
+                Launch(
+                    suffixed("matmul_pack", a.dtype),
+                    [packed, a],
+                    1,
+                    [m, k, *a_strides, tiles.groups, tiles.k_blocks],
+                    tasks=tiles.pack_tasks,
+                )
+            )
+        launches.append(
+            Launch(
+                suffixed("matmul", a.dtype),
+                [y, node.out(1) if self.activation else None, a, b, bias, residual, packed],
+                2,
+                [
+                    *(m, n, k, *a_strides, *b_strides, n),
+                    *(tiles.groups, tiles.column_blocks, tiles.k_blocks),
+                    *(ACTIVATION_CODES[self.activation], flags),
+                ],
+                [1.0],
+                tasks=tiles.tasks,
+                scratch=tiles.scratch_bytes,
+            )
+        )
+        return launches
+
+
+@dataclass(frozen=True)
+class MatMulInto(MatMul):
+    """into ← into + (f(A · B + bias) + residual), in place: a MatMul with a buffer of y's shape and
+    dtype as its fifth input. See MatMul."""
+
+    name: ClassVar[str] = "matmul_into"
+
+    @property
+    def updates(self) -> dict[int, int]:  # type: ignore[override]
+        return {0: 4}
+
+    def infer(  # type: ignore[override]
+        self, a: Spec, b: Spec, bias: Spec | None, residual: Spec | None, into: Spec
+    ) -> Sequence[Spec]:
+        y, *pre = super().infer(a, b, bias, residual)
+        expect_same(self.name, y, into)
+        return (y, *pre)
+
+    def reference(  # type: ignore[override]
+        self,
+        a: np.ndarray,
+        b: np.ndarray,
+        bias: np.ndarray | None,
+        residual: np.ndarray | None,
+        into: np.ndarray,
+    ) -> Sequence[np.ndarray]:
+        y, *pre = super().reference(a, b, bias, residual)
+        return (into + y, *pre)
+
+
+def matmul(
+    a: Value,
+    b: Value,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    dtype: str | None = None,
+) -> Value:
+    """A · B with either transposed; see MatMul for shapes. dtype: of the result, a's when None."""
+    return a.graph.apply(MatMul(transpose_a, transpose_b, dtype=dtype), a, b)[0]
+
+
+def linear(
+    x: Value,
+    weight: Value,
+    bias: Value | None = None,
+    activation: str | None = None,
+    residual: Value | None = None,
+    transpose_weight: bool = False,
+) -> Value:
+    """f(x · W + bias) + residual: x [..., K], W [K, N] ([N, K] with transpose_weight), bias [N].
+
+    The three steps are nodes of their own; the fusion pass joins them after differentiation.
+    """
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    y = x.graph.apply(MatMul(transpose_b=transpose_weight), *inputs, name="linear")[0]
+    if activation is not None:
+        y = activate(y, activation)
+    return y if residual is None else add(y, residual)

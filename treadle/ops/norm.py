@@ -1,0 +1,234 @@
+"""Layer normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import numpy as np
+
+from treadle.errors import DTypeError, GraphError
+from treadle.graph.op import (
+    BLOCK,
+    Cost,
+    Launch,
+    Node,
+    Op,
+    Temp,
+    blocks,
+    expect,
+    expect_float,
+    expect_same,
+    suffixed,
+    touched,
+)
+from treadle.graph.value import Spec, Value
+from treadle.ops.elementwise import SUM_COLUMNS
+
+# Rows whose weight gradients one task adds up; the partial sums combine in a fixed tree.
+WEIGHT_ROWS = 32
+
+
+def statistics_dtype(dtype: str) -> str:
+    """The dtype of statistics, losses and weight gradients: float32, or `dtype` where wider."""
+    return "float32" if dtype == "bfloat16" else dtype
+
+
+def _expect_parameter(what: str, parameter: Spec | None, x: Spec) -> None:
+    if parameter is None:
+        return
+    c = x.shape[-1]
+    expect(parameter.shape == (c,), "layernorm", f"{what} [{c}]", list(parameter.shape))
+    if parameter.dtype not in (x.dtype, statistics_dtype(x.dtype)):
+        raise DTypeError(
+            f"[layernorm] expected {what} of {x.dtype} or {statistics_dtype(x.dtype)}, "
+            f"got {parameter}; cast first"
+        )
+
+
+def _expect_statistics(op: str, x: Spec, *statistics: Spec) -> None:
+    for s in statistics:
+        expect_same(op, Spec(x.shape[:-1], statistics_dtype(x.dtype)), s)
+
+
+def _rows(x: Value) -> list[int]:
+    """Rows, channels, and the rows of one task."""
+    return [prod(x.shape[:-1]), x.shape[-1], max(1, BLOCK // x.shape[-1])]
+
+
+@dataclass(frozen=True)
+class LayerNorm(Op):
+    """y = (x - mean) · rstd · weight + bias over the last dimension; rstd = 1 / √(variance + eps).
+
+    x [..., C]; weight [C]; bias [C] or absent, both of x's dtype or float32. Outputs: y like x,
+    and for backward mean [...] and rstd [...], float32 where x is bfloat16. The variance is the
+    mean of (x - mean)², from a second pass over the row. Ba, Kiros & Hinton 2016, "Layer
+    Normalization".
+    """
+
+    eps: float = 1e-5
+    name: ClassVar[str] = "layernorm"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0,)}
+    optional: ClassVar[tuple[int, ...]] = (1, 2)
+
+    def infer(self, x: Spec, weight: Spec, bias: Spec | None = None) -> Sequence[Spec]:
+        expect_float("layernorm", x, weight, bias)
+        expect(len(x.shape) > 0 and x.size > 0, "layernorm", "x [..., C]", list(x.shape))
+        _expect_parameter("weight", weight, x)
+        _expect_parameter("bias", bias, x)
+        expect_same("layernorm", weight, bias)
+        statistics = Spec(x.shape[:-1], statistics_dtype(x.dtype))
+        return (x, statistics, statistics)
+
+    def reference(
+        self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None
+    ) -> Sequence[np.ndarray]:
+        mean = x.mean(axis=-1)
+        centred = x - mean[..., None]
+        rstd = 1.0 / np.sqrt((centred * centred).mean(axis=-1) + x.dtype.type(self.eps))
+        y = centred * rstd[..., None] * weight
+        return (y if bias is None else y + bias, mean, rstd)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        x, weight = node.inputs[:2]
+        dy, *others = dys
+        if any(d is not None for d in others):
+            raise GraphError("[layernorm] mean and rstd have no gradient; use y only")
+        _, mean, rstd = node.outputs
+        dx = dweight = dbias = None
+        if any(needs[1:]):
+            op = LayerNormWeightGrad()
+            dweight, dbias = x.graph.apply(op, dy, x, mean, rstd, name="layernorm_weight")
+        if needs[0]:
+            dx = x.graph.apply(LayerNormGrad(), dy, x, weight, mean, rstd, name="layernorm")[0]
+        return (dx, dweight, dbias)[: len(node.inputs)]
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(8 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        x, weight, bias = (*node.inputs, None)[:3]
+        assert x is not None and weight is not None
+        dims = _rows(x)
+        return [
+            Launch(
+                suffixed("layernorm_forward", x.dtype),
+                [node.outputs[0], node.out(1), node.out(2), x, weight, bias],
+                3,
+                [*dims, weight.dtype == "float32"],
+                [self.eps],
+                tasks=blocks(dims[0], dims[2]),
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class LayerNormGrad(Op):
+    """dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)), g = dy · weight, x̂ = (x - mean) · rstd.
+
+    dy, x [..., C]; weight [C]; mean, rstd [...]; the means run over C.
+    """
+
+    name: ClassVar[str] = "layernorm_grad"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0, 1)}
+
+    def infer(self, dy: Spec, x: Spec, weight: Spec, mean: Spec, rstd: Spec) -> Sequence[Spec]:
+        expect_same(self.name, x, dy)
+        _expect_parameter("weight", weight, x)
+        _expect_statistics(self.name, x, mean, rstd)
+        return (x,)
+
+    def reference(
+        self,
+        dy: np.ndarray,
+        x: np.ndarray,
+        weight: np.ndarray,
+        mean: np.ndarray,
+        rstd: np.ndarray,
+    ) -> Sequence[np.ndarray]:
+        xhat = (x - mean[..., None]) * rstd[..., None]
+        g = dy * weight
+        g_mean = g.mean(axis=-1, keepdims=True)
+        gx_mean = (g * xhat).mean(axis=-1, keepdims=True)
+        return (rstd[..., None] * (g - g_mean - xhat * gx_mean),)
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(11 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        (dx,), weight = node.outputs, node.inputs[2]
+        assert weight is not None
+        dims = _rows(dx)
+        return [
+            Launch(
+                suffixed("layernorm_backward", dx.dtype),
+                [dx, *node.inputs],
+                1,
+                [*dims, weight.dtype == "float32"],
+                tasks=blocks(dims[0], dims[2]),
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class LayerNormWeightGrad(Op):
+    """dweight = Σ dy · (x - mean) · rstd and dbias = Σ dy, over all rows.
+
+    dy, x [..., C]; mean, rstd [...]. Outputs [C], float32 where x is bfloat16. Blocks of
+    WEIGHT_ROWS rows are added row by row, the blocks in a binary tree.
+    """
+
+    name: ClassVar[str] = "layernorm_weight_grad"
+    optional: ClassVar[tuple[int, ...]] = (1,)
+
+    def infer(self, dy: Spec, x: Spec, mean: Spec, rstd: Spec) -> Sequence[Spec]:
+        expect_same(self.name, x, dy)
+        _expect_statistics(self.name, x, mean, rstd)
+        out = Spec(x.shape[-1:], statistics_dtype(x.dtype))
+        return (out, out)
+
+    def reference(
+        self, dy: np.ndarray, x: np.ndarray, mean: np.ndarray, rstd: np.ndarray
+    ) -> Sequence[np.ndarray]:
+        xhat = (x - mean[..., None]) * rstd[..., None]
+        c = x.shape[-1]
+        return ((dy * xhat).reshape(-1, c).sum(axis=0), dy.reshape(-1, c).sum(axis=0))
+
+    def cost(self, node: Node) -> Cost:
+        x = node.inputs[1]
+        assert x is not None
+        return Cost(5 * x.size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        x = node.inputs[1]
+        assert x is not None
+        rows, channels, _ = _rows(x)
+        parts = blocks(rows, WEIGHT_ROWS)
+        outputs = [y for y in (node.out(0), node.out(1)) if y is not None]
+        partials = [Temp(parts * channels * 4, "partial") for _ in outputs]
+        launches = [
+            Launch(
+                suffixed("layernorm_weight_backward", x.dtype),
+                [partials[0], partials[1] if len(partials) > 1 else None, *node.inputs],
+                2,
+                [rows, channels, WEIGHT_ROWS],
+                tasks=parts,
+            )
+        ]
+        for y, partial in zip(outputs, partials, strict=True):
+            combine = suffixed("sum_leading_combine", y.dtype)
+            dims = [rows, channels, parts]
+            tasks = blocks(channels, SUM_COLUMNS)
+            launches.append(Launch(combine, [y, partial], 1, dims, tasks=tasks))
+        return launches
+
+
+def layernorm(x: Value, weight: Value, bias: Value | None = None, eps: float = 1e-5) -> Value:
+    """x [..., C] normalised over C, times weight [C], plus bias [C] where given; like x.
+
+    ShapeError or DTypeError where weight or bias do not fit. See LayerNorm.
+    """
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    return x.graph.apply(LayerNorm(float(eps)), *inputs)[0]

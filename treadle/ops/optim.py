@@ -1,0 +1,293 @@
+"""Optimizers: global-norm clipping, AdamW, SGD with momentum, gradient accumulation.
+
+All of them update persistent buffers in place. What changes from step to step (learning rate,
+Adam's corrections, whether to apply the step) comes as values of shape (), read at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from treadle.errors import DTypeError
+from treadle.graph.op import (
+    BLOCK,
+    Cost,
+    Launch,
+    Node,
+    Op,
+    Temp,
+    blocks,
+    cast,
+    expect,
+    expect_same,
+    suffixed,
+    touched,
+)
+from treadle.graph.value import Spec, Value
+
+# PyTorch's clip_grad_norm_ divides by norm + this, so that a norm of 0 is no division by 0.
+NORM_EPSILON = 1e-6
+
+
+def _expect_master(op: str, *specs: Spec | None) -> None:
+    """All specs float32, or all float64: weights, gradients and moments are never narrower."""
+    for spec in specs:
+        if spec is not None and spec.dtype not in ("float32", "float64"):
+            raise DTypeError(f"[{op}] expected float32 weights and gradients, got {spec}")
+
+
+def _expect_scalars(op: str, **scalars: Spec) -> None:
+    for name, spec in scalars.items():
+        expect(spec.shape == (), op, f"{name} of shape []", list(spec.shape))
+        _expect_master(op, spec)
+
+
+# ---------------------------------------------------------------- global norm
+
+
+@dataclass(frozen=True)
+class GlobalNorm(Op):
+    """norm = √(Σᵢ ‖gᵢ‖²) over all gradients, scale = min(1, max_norm / (norm + 10⁻⁶)), or 1 when
+    max_norm is 0, and ok = apply if the norm is finite, else 0 (Pascanu et al. 2013).
+
+    Inputs: apply (), then g₁ … gₙ of any shapes. Outputs: norm (), scale (), ok (). A gradient with
+    an infinity or a NaN thus skips the update on the device, and the host need not wait for it;
+    so does one with a square beyond float32.
+    """
+
+    max_norm: float = 0.0
+    name: ClassVar[str] = "global_norm"
+
+    def infer(self, apply: Spec, *grads: Spec) -> Sequence[Spec]:
+        expect(self.max_norm >= 0, "global_norm", "max_norm >= 0", self.max_norm)
+        expect(len(grads) > 0, "global_norm", "at least one gradient", "none")
+        _expect_scalars("global_norm", apply=apply)
+        _expect_master("global_norm", *grads)
+        return (apply, apply, apply)
+
+    def reference(self, apply: np.ndarray, *grads: np.ndarray) -> Sequence[np.ndarray]:
+        norm = np.sqrt(sum(np.sum(np.square(g), dtype=np.float64) for g in grads))
+        one = np.ones(())
+        scale = np.minimum(one, self.max_norm / (norm + NORM_EPSILON)) if self.max_norm else one
+        return (norm, scale, np.where(np.isfinite(norm), apply, 0.0))
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(2 * sum(v.size for v in node.inputs if v is not None), touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        apply, *grads = node.inputs
+        sizes = [g.size for g in grads if g is not None]
+        parts = sum(blocks(n) for n in sizes)
+        partial = Temp(parts * 8, "partial")
+        dtype = node.outputs[0].dtype
+        dims = [BLOCK, len(sizes), *sizes]
+        nums = [self.max_norm, NORM_EPSILON]
+        combine = suffixed("norm_combine", dtype)
+        return [
+            Launch(suffixed("norm_squares", dtype), [partial, *grads], 1, dims, tasks=parts),
+            Launch(combine, [*node.outputs, partial, apply], 3, [parts], nums),
+        ]
+
+
+# ---------------------------------------------------------------- AdamW
+
+
+@dataclass(frozen=True)
+class AdamW(Op):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), in PyTorch's form:
+
+        g ← scale · g                      w ← w - lr · weight_decay · w
+        m ← β₁ m + (1 - β₁) g              v ← β₂ v + (1 - β₂) g²
+        w ← w - lr / correction1 · m / (√v / √correction2 + eps)
+
+    w, g, m, v: one shape, float32. lr, correction1 = 1 - β₁ᵗ, correction2 = 1 - β₂ᵗ, scale, ok: ().
+    Outputs: w, m, v, updated in place; unchanged where ok is 0.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    name: ClassVar[str] = "adamw"
+    updates: ClassVar[dict[int, int]] = {0: 0, 1: 2, 2: 3}
+
+    def infer(
+        self,
+        w: Spec,
+        g: Spec,
+        m: Spec,
+        v: Spec,
+        lr: Spec,
+        correction1: Spec,
+        correction2: Spec,
+        scale: Spec,
+        ok: Spec,
+    ) -> Sequence[Spec]:
+        expect_same("adamw", w, g, m, v)
+        _expect_master("adamw", w)
+        _expect_scalars(
+            "adamw", lr=lr, correction1=correction1, correction2=correction2, scale=scale, ok=ok
+        )
+        return (w, m, v)
+
+    def reference(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+        w, g, m, v, lr, correction1, correction2, scale, ok = inputs
+        beta1, beta2 = self.betas
+        g = g * scale
+        m_new = beta1 * m + (1 - beta1) * g
+        v_new = beta2 * v + (1 - beta2) * g * g
+        w_new = w - lr * self.weight_decay * w
+        w_new = w_new - lr / correction1 * m_new / (
+            np.sqrt(v_new) / np.sqrt(correction2) + self.eps
+        )
+        return tuple(
+            np.where(ok != 0, new, old) for new, old in ((w_new, w), (m_new, m), (v_new, v))
+        )
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(15 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        w = node.outputs[0]
+        args = [*node.outputs, *node.inputs]
+        nums = [*self.betas, self.eps, self.weight_decay]
+        return [Launch(suffixed("adamw", w.dtype), args, 3, [w.size], nums, tasks=blocks(w.size))]
+
+
+# ---------------------------------------------------------------- SGD
+
+
+@dataclass(frozen=True)
+class Sgd(Op):
+    """Stochastic gradient descent with momentum, in PyTorch's form:
+
+        g ← scale · g + weight_decay · w       buffer ← momentum · buffer + g
+        w ← w - lr · buffer                    (w ← w - lr · g without momentum)
+
+    w, g, buffer: one shape, float32; buffer is None when momentum is 0. lr, scale, ok: ().
+    Outputs: w and, with momentum, buffer, updated in place; unchanged where ok is 0.
+    """
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    name: ClassVar[str] = "sgd"
+
+    @property
+    def updates(self) -> dict[int, int]:  # type: ignore[override]
+        return {0: 0, 1: 2} if self.momentum else {0: 0}
+
+    def infer(
+        self, w: Spec, g: Spec, buffer: Spec | None, lr: Spec, scale: Spec, ok: Spec
+    ) -> Sequence[Spec]:
+        wanted = "a momentum buffer" if self.momentum else "no buffer without momentum"
+        expect((buffer is not None) == (self.momentum != 0), "sgd", wanted, buffer)
+        expect_same("sgd", w, g, buffer)
+        _expect_master("sgd", w)
+        _expect_scalars("sgd", lr=lr, scale=scale, ok=ok)
+        return (w,) if buffer is None else (w, buffer)
+
+    def reference(
+        self,
+        w: np.ndarray,
+        g: np.ndarray,
+        buffer: np.ndarray | None,
+        lr: np.ndarray,
+        scale: np.ndarray,
+        ok: np.ndarray,
+    ) -> Sequence[np.ndarray]:
+        change = g * scale + self.weight_decay * w
+        if buffer is None:
+            return (np.where(ok != 0, w - lr * change, w),)
+        change = self.momentum * buffer + change
+        return (np.where(ok != 0, w - lr * change, w), np.where(ok != 0, change, buffer))
+
+    def cost(self, node: Node) -> Cost:
+        return Cost((7 if self.momentum else 5) * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        w = node.outputs[0]
+        args = [w, node.outputs[1] if self.momentum else None, *node.inputs]
+        nums = [self.momentum, self.weight_decay]
+        return [Launch(suffixed("sgd", w.dtype), args, 2, [w.size], nums, tasks=blocks(w.size))]
+
+
+# ---------------------------------------------------------------- accumulation
+
+
+@dataclass(frozen=True)
+class Accumulate(Op):
+    """into ← into + x, in place; one shape and dtype, float32."""
+
+    name: ClassVar[str] = "accumulate"
+    updates: ClassVar[dict[int, int]] = {0: 0}
+
+    def infer(self, into: Spec, x: Spec) -> Sequence[Spec]:
+        expect_same("accumulate", into, x)
+        _expect_master("accumulate", into)
+        return (into,)
+
+    def reference(self, into: np.ndarray, x: np.ndarray) -> Sequence[np.ndarray]:
+        return (into + x,)
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        y = node.outputs[0]
+        kernel = suffixed("accumulate", y.dtype)
+        return [Launch(kernel, [y, *node.inputs], 1, [y.size], tasks=blocks(y.size))]
+
+
+# ---------------------------------------------------------------- functions
+
+
+def clip(grads: Sequence[Value], max_norm: float, apply: Value) -> tuple[Value, Value, Value]:
+    """The global norm of the gradients, the factor that brings it down to max_norm (1 when that
+    is 0), and `apply` with non-finite gradients turned into 0; all of shape (). See GlobalNorm."""
+    norm, scale, ok = apply.graph.apply(GlobalNorm(float(max_norm)), apply, *grads)
+    return norm, scale, ok
+
+
+def adamw(
+    w: Value,
+    g: Value,
+    m: Value,
+    v: Value,
+    lr: Value,
+    correction1: Value,
+    correction2: Value,
+    scale: Value,
+    ok: Value,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> tuple[Value, Value, Value]:
+    """One AdamW step on the buffers w, m, v; returns their new contents. See AdamW."""
+    op = AdamW((float(betas[0]), float(betas[1])), float(eps), float(weight_decay))
+    inputs = (w, g, m, v, lr, correction1, correction2, scale, ok)
+    w, m, v = w.graph.apply(op, *inputs)
+    return w, m, v
+
+
+def sgd(
+    w: Value,
+    g: Value,
+    buffer: Value | None,
+    lr: Value,
+    scale: Value,
+    ok: Value,
+    *,
+    momentum: float,
+    weight_decay: float,
+) -> tuple[Value, Value | None]:
+    """One SGD step on the buffers w and, with momentum, `buffer`; returns their new contents. See
+    Sgd."""
+    op = Sgd(float(momentum), float(weight_decay))
+    outputs = w.graph.apply(op, w, g, buffer, lr, scale, ok)
+    return outputs[0], outputs[1] if momentum else None
+
+
+def accumulate(into: Value, x: Value) -> Value:
+    """Add x to the buffer that `into` is the content of; returns its new content."""
+    return into.graph.apply(Accumulate(), into, cast(x, into.dtype))[0]

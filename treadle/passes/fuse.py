@@ -1,0 +1,238 @@
+"""Fusion: nodes that one kernel computes at once become one node.
+
+Runs after differentiation, because fused ops have no gradient of their own. Values keep their
+identity, so that whatever reads them stays valid; only the nodes that produce them change.
+
+    matmul, activation          -> matmul with an activation, its argument as second output
+    matmul, add                 -> matmul with a residual
+    embedding_grad, sum         -> embedding_grad into the other term (tied embeddings)
+    embedding_grad, accumulate  -> embedding_grad into the buffer
+    matmul, accumulate          -> matmul into the buffer
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from treadle.graph.op import Graph, Node, Op, Sum
+from treadle.graph.value import Value
+from treadle.ops.elementwise import Activation, Add
+from treadle.ops.embedding import EmbeddingGrad
+from treadle.ops.linear import MatMul, MatMulInto
+from treadle.ops.optim import Accumulate
+
+
+def fuse(graph: Graph) -> Graph:
+    """Rewrite the graph's nodes in place by the rules above, and return it."""
+    for rule in (_activation, _residual, _tied_embedding, _embedding_into, _matmul_into):
+        sweep = _Sweep(graph)
+        for node in list(graph.nodes):
+            rule(sweep, node)
+        sweep.finish()
+    return graph
+
+
+# ---------------------------------------------------------------- one rule's pass
+
+
+class _Sweep:
+    """Where every node stands, and the replacements so far.
+
+    `slots[i]` holds the nodes that stand at position i, `place` the position of a node; a node
+    that was replaced has the position of the one that took its place.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        graph.relink()
+        self.graph = graph
+        self.slots = [[node] for node in graph.nodes]
+        self.place = {id(node): i for i, node in enumerate(graph.nodes)}
+        self.writes: dict[str, set[int]] = {}
+        for i, node in enumerate(graph.nodes):
+            for v in node.outputs:
+                if v.buffer is not None:
+                    self.writes.setdefault(v.buffer.name, set()).add(i)
+
+    def made(self, value: Value) -> int:
+        """The position at which a value is produced; -1 for a buffer's first content."""
+        return -1 if value.node is None else self.place[id(value.node)]
+
+    def readers(self, value: Value) -> list[int]:
+        """The positions at which a value is read."""
+        return [self.place[id(node)] for node in value.users]
+
+    def current(self, node: Node, at: int) -> bool:
+        """Whether all inputs of a node would still be current if it stood at a later position."""
+        start = self.place[id(node)]
+        names = [v.buffer.name for v in node.inputs if v is not None and v.buffer is not None]
+        return not any(start <= w < at for name in names for w in self.writes.get(name, ()))
+
+    def replace(self, old: tuple[Node, ...], new: tuple[Node, ...], at: int) -> None:
+        """Let the nodes `new` stand at position `at` instead of the nodes `old`."""
+        for node in old:
+            i = self.place[id(node)]
+            self.slots[i].remove(node)
+            for v in node.outputs:
+                if v.buffer is not None:
+                    self.writes[v.buffer.name].discard(i)
+            self.place[id(node)] = at
+        for node in new:
+            self.slots[at].append(node)
+            self.place[id(node)] = at
+            for i, v in enumerate(node.outputs):
+                v.node, v.index = node, i
+                if v.buffer is not None:
+                    self.writes.setdefault(v.buffer.name, set()).add(at)
+
+    def finish(self) -> None:
+        """Hand the nodes to the graph."""
+        self.graph.nodes = [node for slot in self.slots for node in slot]
+        self.graph.relink()
+
+
+def _producer(value: Value | None, op: type[Op]) -> Node | None:
+    """The node of just this op whose first output `value` is; None where it lives in a buffer."""
+    if value is None or value.buffer is not None or value.node is None or value.index != 0:
+        return None
+    return value.node if type(value.node.op) is op else None
+
+
+def _only(value: Value, user: Node) -> bool:
+    """Whether `user` alone reads the value, and once."""
+    return value.users == [user] and user.inputs.count(value) == 1
+
+
+def _plain(node: Node) -> bool:
+    """Whether a MatMul has no residual yet."""
+    return len(node.inputs) < 4
+
+
+# ---------------------------------------------------------------- matmul, activation
+
+
+def _activation(sweep: _Sweep, node: Node) -> None:
+    op = node.op
+    product = _producer(node.inputs[0], MatMul) if isinstance(op, Activation) else None
+    if product is None or node.outputs[0].buffer is not None:
+        return
+    pre, a = product.outputs[0], product.inputs[0]
+    assert isinstance(op, Activation) and isinstance(product.op, MatMul) and a is not None
+    if product.op.activation is None and _plain(product) and pre.dtype == a.dtype:
+        fused = replace(product.op, activation=op.kind)
+        made = Node(fused, product.inputs, (node.outputs[0], pre), product.name)
+        sweep.replace((product, node), (made,), sweep.place[id(product)])
+
+
+# ---------------------------------------------------------------- matmul, add
+
+
+def _residual(sweep: _Sweep, node: Node) -> None:
+    if not isinstance(node.op, Add) or node.outputs[0].buffer is not None:
+        return
+    at = sweep.place[id(node)]
+    # The second term first: in x + f(x) it is the branch, and x the residual that is there already.
+    for value, residual in (node.inputs[::-1], node.inputs):
+        product = _producer(value, MatMul)
+        assert value is not None and residual is not None
+        if product is None or not _plain(product) or residual.shape != value.shape:
+            continue
+        rest = product.outputs[1:]
+        if (
+            _only(value, node)
+            and sweep.current(product, at)
+            and all(v.buffer is None and min(sweep.readers(v), default=at) >= at for v in rest)
+        ):
+            inputs = (*(*product.inputs, None)[:3], residual)
+            made = Node(product.op, inputs, (node.outputs[0], *rest), product.name)
+            sweep.replace((product, node), (made,), at)
+            return
+
+
+# ---------------------------------------------------------------- embedding gradients
+
+
+def _tied_embedding(sweep: _Sweep, node: Node) -> None:
+    if not isinstance(node.op, Sum) or len(node.inputs) != 2:
+        return
+    at = sweep.place[id(node)]
+    for value, term in (node.inputs, node.inputs[::-1]):
+        scatter = _producer(value, EmbeddingGrad)
+        assert value is not None and term is not None
+        if scatter is None or len(scatter.inputs) > 2:
+            continue
+        if _only(value, node) and sweep.current(scatter, at):
+            made = Node(scatter.op, (*scatter.inputs, term), node.outputs, scatter.name)
+            result = node.outputs[0]
+            if _exclusive(sweep, result) and _only(term, node) and term.buffer is None:
+                # Computed in the buffer from the start, so that the scatter finds it in place.
+                term.buffer, term.version = result.buffer, result.version
+                _supersede(result)
+            sweep.replace((scatter, node), (made,), at)
+            return
+
+
+def _exclusive(sweep: _Sweep, value: Value) -> bool:
+    """Whether a value lives in a buffer that nothing else in the graph reads or writes."""
+    if value.buffer is None or len(sweep.writes[value.buffer.name]) > 1:
+        return False
+    first = sweep.graph.reads.get(value.buffer.name)
+    return first is None or not first.users
+
+
+def _supersede(value: Value) -> None:
+    """Make room for one more version of a buffer before its last one, which is `value`."""
+    assert value.buffer is not None
+    value.version += 1
+    value.graph.versions[value.buffer.name] = value.version
+
+
+def _embedding_into(sweep: _Sweep, node: Node) -> None:
+    if not isinstance(node.op, Accumulate):
+        return
+    into, value = node.inputs
+    scatter = _producer(value, EmbeddingGrad)
+    at = None if scatter is None else _position(sweep, scatter, node)
+    if scatter is None or at is None:
+        return
+    tokens, dy, term = (*scatter.inputs, None)[:3]
+    result = node.outputs[0]
+    if term is None:
+        made = Node(scatter.op, (tokens, dy, into), node.outputs, scatter.name)
+        sweep.replace((scatter, node), (made,), at)
+    elif result.buffer is not None and sweep.graph.versions[result.buffer.name] == result.version:
+        # into + (term + scatter) becomes (into + term) + scatter: both add to the buffer in place.
+        name = sweep.graph.unique(f"{node.name}/into")
+        half = Value(sweep.graph, name, result.spec, None, 0, result.buffer, result.version)
+        _supersede(result)
+        adding = Node(Accumulate(), (into, term), (half,), name)
+        made = Node(scatter.op, (tokens, dy, half), node.outputs, scatter.name)
+        sweep.replace((scatter, node), (adding, made), at)
+
+
+# ---------------------------------------------------------------- into a buffer
+
+
+def _position(sweep: _Sweep, node: Node, adding: Node) -> int | None:
+    """Where a node can stand that adds into the buffer of `adding`, an Accumulate of the node's
+    output: in the node's place if possible, else in that of `adding`; None where neither is."""
+    into, value = adding.inputs
+    assert into is not None and value is not None
+    if not _only(value, adding) or any(v and v.buffer == into.buffer for v in node.inputs):
+        return None
+    first, last = sweep.place[id(node)], sweep.place[id(adding)]
+    if sweep.made(into) < first and not any(first <= i < last for i in sweep.readers(into)):
+        return first
+    return last if sweep.current(node, last) else None
+
+
+def _matmul_into(sweep: _Sweep, node: Node) -> None:
+    if not isinstance(node.op, Accumulate):
+        return
+    into, value = node.inputs
+    product = _producer(value, MatMul)
+    at = None if product is None else _position(sweep, product, node)
+    if product is None or at is None or len(product.outputs) > 1:
+        return
+    inputs = (*(*product.inputs, None, None)[:4], into)
+    op = MatMulInto(**product.op.attributes())
+    sweep.replace((product, node), (Node(op, inputs, node.outputs, product.name),), at)

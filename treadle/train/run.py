@@ -1,0 +1,228 @@
+"""From a configuration to a finished run: data, model, device, resume, summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from treadle import backends, models
+from treadle.config import (
+    RESUMABLE_KEYS,
+    Config,
+    dump_config,
+    inherit,
+    to_dict,
+)
+from treadle.data.corpus import Dataset, open_data, unigram_loss
+from treadle.errors import CheckpointError, ConfigError, MismatchError
+from treadle.models.base import Model
+from treadle.train.checkpoint import Checkpoint, check_config_match, load_checkpoint
+from treadle.train.lock import RunLock
+from treadle.train.program import OptimizerSettings
+from treadle.train.registry import Registry, find_checkpoint
+from treadle.train.report import Report
+from treadle.train.session import Session
+from treadle.train.signals import StopRequest
+from treadle.train.trainer import Outcome, Trainer
+
+RUN_CONFIG = "run.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asked for. resume: "auto", "never" or a checkpoint's path.
+
+    init_from: a checkpoint or run whose weights a new run starts from.
+    run_steps: stop after so many more steps, with a checkpoint.
+    """
+
+    config: Config
+    out: Path
+    resume: str = "auto"
+    init_from: str | None = None
+    run_steps: int | None = None
+
+
+def train(request: Request, stream: IO[str] | None = None) -> Outcome:
+    """Train as asked; everything written goes to `request.out`. See Trainer.run for the end."""
+    out = request.out
+    with StopRequest() as stop, RunLock(out):
+        registry = Registry(out)
+        registry.recover()
+        checkpoint, notes = _to_resume(request, registry)
+        config, dataset = resolve(request.config, _saved_config(checkpoint))
+        _check_resumable(checkpoint, config, dataset)
+        model = build_model(config)
+        backend, why = backends.select(config.train.device, config.train.threads)
+        session = make_session(config, model, backend)
+        dump_config(config, out / RUN_CONFIG)
+        steps = config.train.steps or 0
+        start = int(checkpoint.state["step"]) if checkpoint and checkpoint.state else 0
+        with Report(steps, start=start, stream=stream) as report:
+            trainer = Trainer(config, dataset, session, out, report, stop)
+            for note in notes:
+                report.say(note)
+            for line in opening(config, dataset, session, why):
+                report.say(line)
+            if checkpoint is not None:
+                trainer.restore(checkpoint)
+                report.say(f"resuming at step {start} from {checkpoint.path}")
+                _announce_extension(report, checkpoint, config)
+            else:
+                session.initialise()
+                if request.init_from:
+                    session.load_weights(_initial_weights(request.init_from, model))
+                    report.say(f"starting from the weights of {request.init_from}")
+                trainer.metrics.truncate_to(0)
+            outcome = trainer.run(request.run_steps)
+            for line in closing(outcome, dataset, steps, out):
+                report.say(line)
+        session.executable.close()
+    return outcome
+
+
+# ---------------------------------------------------------------- configuration and data
+
+
+def resolve(config: Config, saved: Config | None = None) -> tuple[Config, Dataset]:
+    """The effective configuration, every null filled, and the tokenised data.
+
+    saved: the configuration of the run that is resumed; what was not given comes from there.
+    """
+    if saved is not None:
+        config = inherit(config, saved)
+    return open_data(config)
+
+
+def build_model(config: Config) -> Model:
+    """The model that a filled configuration describes."""
+    sizes = config.model.model_dump(exclude={"architecture"})
+    return models.build(config.model.architecture, **sizes)
+
+
+def make_session(config: Config, model: Model, backend: backends.Backend) -> Session:
+    """A session with the configuration's optimizer and batch."""
+    o, t = config.optimizer, config.train
+    assert t.batch_size is not None
+    settings = OptimizerSettings(o.name, o.betas, o.eps, o.weight_decay, o.momentum, o.grad_clip)
+    return Session(model, backend, settings, t.batch_size, model.block_size, t.grad_accum, t.seed)
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def _to_resume(request: Request, registry: Registry) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, or None for a new run; and notes to print."""
+    if request.resume == "auto":
+        if request.init_from is None:
+            found = registry.latest()
+            if found is None:
+                return None, []
+            return (
+                load_checkpoint(found.path, require_optimizer=True, verify=False),
+                [found.note] if found.note else [],
+            )
+        if registry.entries:
+            raise ConfigError(
+                f"{request.out} holds a run already, which --init-from would start over; "
+                "choose another --out"
+            )
+        return None, []
+    if request.resume == "never":
+        if registry.entries:
+            raise ConfigError(
+                f"{request.out} holds a run already and --resume is never; choose another --out"
+            )
+        return None, []
+    path, note = find_checkpoint(request.resume, "newest")
+    checkpoint = load_checkpoint(path, require_optimizer=True)
+    newer = [e.step for e in registry.entries if e.step > int((checkpoint.state or {})["step"])]
+    if newer:
+        raise CheckpointError(
+            f"{request.out} has checkpoints newer than {path} (up to step {max(newer)}); "
+            "choose another --out to go on from there"
+        )
+    return checkpoint, [note] if note else []
+
+
+def _saved_config(checkpoint: Checkpoint | None) -> Config | None:
+    if checkpoint is None:
+        return None
+    assert checkpoint.state is not None
+    return Config(**checkpoint.state["config"])
+
+
+def _check_resumable(checkpoint: Checkpoint | None, config: Config, dataset: Dataset) -> None:
+    """MismatchError when the configuration or the data differ where they must not."""
+    if checkpoint is None or checkpoint.state is None:
+        return
+    check_config_match(checkpoint.state["config"], to_dict(config), [*RESUMABLE_KEYS, "data.path"])
+    if checkpoint.state["data"] != dataset.digest():
+        raise MismatchError(
+            f"the data at {config.data.path} are not those that {checkpoint.path} was trained "
+            "on; restore them, or start another run with --out and --init-from"
+        )
+
+
+def _announce_extension(report: Report, checkpoint: Checkpoint, config: Config) -> None:
+    assert checkpoint.state is not None
+    before, now = checkpoint.state["config"]["train"]["steps"], config.train.steps
+    if before != now and config.schedule.name != "constant":
+        report.say(
+            f"train.steps changed from {before} to {now}: the {config.schedule.name} schedule now "
+            "ends there, so the learning rate jumps at this point and the run differs from one "
+            f"of {now} steps at a stretch"
+        )
+
+
+def _initial_weights(source: str, model: Model) -> dict[str, np.ndarray]:
+    path, _ = find_checkpoint(source, "best")
+    loaded = load_checkpoint(path, with_optimizer=False)
+    return model.from_hf(loaded.tensors)
+
+
+# ---------------------------------------------------------------- what the run says
+
+
+def opening(config: Config, dataset: Dataset, session: Session, why: str) -> list[str]:
+    """Device, model, data and memory, before the first step."""
+    model, train = session.model, config.train
+    assert train.steps is not None and train.batch_size is not None
+    tokens_a_step = train.batch_size * session.block_size
+    epochs = train.steps * tokens_a_step / max(1, len(dataset.train))
+    memory = session.executable.memory()
+    lines = [
+        f"device: {session.backend.describe()} ({why})",
+        f"model: {model.architecture}, {model.n_parameters():,} parameters",
+        f"data: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
+        f"vocabulary {dataset.vocab_size:,}",
+        f"run: {train.steps:,} steps of {tokens_a_step:,} tokens, {epochs:.2f} epochs; "
+        f"memory {memory.total / 2**20:,.1f} MiB",
+    ]
+    return [*lines, *dataset.notes]
+
+
+def closing(outcome: Outcome, dataset: Dataset, steps: int, out: Path) -> list[str]:
+    """What came of it: losses beside the unigram loss, the checkpoint, what to do next."""
+    lines = []
+    if outcome.val_loss is not None and outcome.finished:
+        unigram = unigram_loss(dataset)
+        lines.append(
+            f"validation loss {outcome.val_loss:.4f}; guessing by frequency alone: {unigram:.4f}"
+        )
+        best_step, best = min(((s, v) for s, v in outcome.val_losses), key=lambda pair: pair[1])
+        if best_step < outcome.step and outcome.val_loss > best * 1.01:
+            lines.append(
+                f"validation turned upward: it was lowest, {best:.4f}, at step {best_step}; fewer "
+                "steps, more text or model.dropout would help"
+            )
+    if outcome.checkpoint is not None:
+        lines.append(f"checkpoint: {outcome.checkpoint}")
+    if outcome.finished:
+        lines.append(f"generate text with: treadle generate {out} --prompt TEXT")
+    else:
+        lines.append(f"stopped at step {outcome.step} of {steps}; the same command resumes")
+    return lines

@@ -1,0 +1,266 @@
+"""The training loop: step, log, evaluate, sample, checkpoint; read it from top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treadle.config import Config, to_dict
+from treadle.data.corpus import Dataset
+from treadle.data.sampler import Sampler, eval_windows
+from treadle.errors import NonFiniteError, TreadleError
+from treadle.generate import Sampling, generate_ids, start_ids
+from treadle.train.checkpoint import Checkpoint, save_checkpoint
+from treadle.train.metrics import MetricsWriter
+from treadle.train.registry import Registry
+from treadle.train.report import Report
+from treadle.train.schedule import learning_rate
+from treadle.train.session import Session, StepResult
+from treadle.train.signals import StopRequest
+
+SAMPLE_TOKENS = 120
+
+
+@dataclass
+class Outcome:
+    """How a run ended. losses: nats per token; best_val: (loss, step)."""
+
+    step: int
+    finished: bool
+    checkpoint: Path | None = None
+    train_loss: float | None = None
+    val_loss: float | None = None
+    val_losses: list[tuple[int, float]] = field(default_factory=list)
+
+
+class Trainer:
+    """Runs `session` from its current step to config.train.steps.
+
+    Everything written goes to run_dir. `stop` is asked after every step and within evaluations.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset,
+        session: Session,
+        run_dir: Path,
+        report: Report,
+        stop: StopRequest,
+    ) -> None:
+        self.config, self.dataset, self.session = config, dataset, session
+        self.run_dir, self.report, self.stop = run_dir, report, stop
+        train, block = config.train, session.block_size
+        assert train.batch_size is not None and train.steps is not None
+        self.batch_size, self.steps = train.batch_size, train.steps
+        self.sampler = Sampler(dataset.train, block, self.batch_size, train.seed)
+        self.registry = Registry(run_dir)
+        self.metrics = MetricsWriter(run_dir)
+        self.has_validation = len(dataset.val) >= 2
+        self.step = 0
+        self.line: dict[str, Any] | None = None  # the last step's metrics, not yet written
+        self.outcome = Outcome(0, False)
+        self.saved = -1  # the step of the last checkpoint
+
+    # ---------------------------------------------------------------- state
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint: weights, optimizer, step, and the unwritten metrics line."""
+        assert checkpoint.state is not None and checkpoint.optimizer is not None
+        self.session.load_weights(self.session.model.from_hf(checkpoint.tensors))
+        self.session.load_optimizer(checkpoint.optimizer)
+        self.step = int(checkpoint.state["step"])
+        self.line = checkpoint.state.get("line")
+        self.metrics.truncate_to(self.step - 1 if self.line else self.step)
+
+    def save(self, val_loss: float | None = None) -> Path:
+        """Write the checkpoint of this step; every file synced before it gets its name."""
+        path = self.registry.path_for(self.step)
+        model, tokenizer = self.session.model, self.dataset.tokenizer
+        eos = tokenizer.eos_id if tokenizer else None
+        save_checkpoint(
+            path,
+            config=model.hf_config(eos),
+            tensors=model.to_hf(self.session.weights()),
+            optimizer=self.session.optimizer_state(),
+            tokenizer_json=tokenizer.to_json() if tokenizer else None,
+            tokenizer_config=tokenizer.hf_config(model.block_size) if tokenizer else None,
+            state={
+                "step": self.step,
+                "train_loss": self.outcome.train_loss,
+                "val_loss": val_loss,
+                "config": to_dict(self.config),
+                "data": self.dataset.digest(),
+                "identity": self.session.backend.identity(),
+                "line": self.line,
+            },
+        )
+        self.registry.add(self.step, keep=self.config.checkpoint.keep)
+        self.outcome.checkpoint, self.saved = path, self.step
+        return path
+
+    # ---------------------------------------------------------------- the loop
+
+    def run(self, run_steps: int | None = None) -> Outcome:
+        """Train to the end, or for `run_steps` more steps. Always leaves a checkpoint behind.
+
+        NonFiniteError when a loss or gradient is not finite: the weights before that step are
+        saved first, since the device did not apply it.
+        """
+        end = self.steps if run_steps is None else min(self.steps, self.step + run_steps)
+        began = self.step
+        if self.line is not None:
+            self._finish_step()
+        while self.step < end and not self.stop.requested:
+            self._one_step()
+            self._finish_step()
+        if self.step > began and self.saved != self.step:
+            self.save()
+        self.outcome.step = self.step
+        self.outcome.finished = self.step >= self.steps and self.line is None
+        self.metrics.close()
+        return self.outcome
+
+    def _finish_step(self) -> None:
+        (self._last if self.step == self.steps else self._after_step)()
+
+    def _one_step(self) -> None:
+        started = time.perf_counter()
+        inputs, targets, epoch = self.sampler.batch(self.step)
+        schedule, lr = self.config.schedule, self.config.optimizer.lr
+        assert lr is not None and schedule.min_lr is not None
+        assert schedule.warmup_steps is not None
+        rate = learning_rate(
+            self.step,
+            name=schedule.name,
+            lr=lr,
+            min_lr=schedule.min_lr,
+            warmup_steps=schedule.warmup_steps,
+            steps=self.steps,
+        )
+        result = self.session.step(self.step, inputs, targets, rate)
+        seconds = time.perf_counter() - started
+        if not (result.applied and math.isfinite(result.loss)):
+            self._not_finite(result)
+        self.step += 1
+        self.outcome.train_loss = result.loss
+        self.line = {
+            "step": self.step,
+            "epoch": epoch,
+            "loss": result.loss,
+            "lr": rate,
+            "grad_norm": result.grad_norm,
+            "tokens_per_s": inputs.size / seconds,
+            "step_ms": 1000 * seconds,
+        }
+
+    def _after_step(self) -> None:
+        """Evaluate, log, sample and checkpoint as far as they are due at this step."""
+        every, batches = self.config.train.eval_every, self.config.train.eval_batches
+        val_loss = None
+        if every and self.step % every == 0:
+            val_loss = self._evaluate(batches)
+            if self.stop.requested and val_loss is None and self.has_validation:
+                return  # the line stays with the checkpoint and is evaluated on resume
+        self._write_line(val_loss)
+        if self.config.train.sample_every and self.step % self.config.train.sample_every == 0:
+            self._sample()
+        if self.config.checkpoint.every and self.step % self.config.checkpoint.every == 0:
+            self.save(val_loss)
+
+    def _last(self) -> None:
+        """The end of a run. The checkpoint comes first, so that nothing after it can lose it."""
+        self.save()
+        val_loss = self._evaluate(None)
+        if self.stop.requested and val_loss is None and self.has_validation:
+            return
+        self._write_line(val_loss)
+        self.save(val_loss)
+        if self.config.train.sample_every:
+            self._sample()
+
+    def _write_line(self, val_loss: float | None) -> None:
+        assert self.line is not None
+        line, self.line = self.line, None
+        self.metrics.write(**line, val_loss=val_loss)
+        self.report.step(
+            self.step,
+            loss=line["loss"],
+            lr=line["lr"],
+            tokens_per_s=line["tokens_per_s"],
+            val_loss=val_loss,
+        )
+
+    def _not_finite(self, result: StepResult) -> None:
+        self.save()
+        what = "gradient norm" if math.isfinite(result.loss) else "loss"
+        value = result.grad_norm if math.isfinite(result.loss) else result.loss
+        raise NonFiniteError(
+            f"step {self.step + 1}: the {what} is {value}; that update was not applied and the "
+            f"weights before it are in {self.outcome.checkpoint}; lower optimizer.lr (now "
+            f"{self.config.optimizer.lr:g}) or optimizer.grad_clip, and start another run with "
+            "--init-from that checkpoint"
+        )
+
+    # ---------------------------------------------------------------- evaluation and samples
+
+    def _evaluate(self, batches: int | None) -> float | None:
+        """Validation loss in nats over the first `batches` batches, all when None.
+
+        None when there is no validation split, or when a stop was asked for meanwhile.
+        """
+        if not self.has_validation:
+            return None
+        session = self.session
+        windows = eval_windows(self.dataset.val, session.block_size, session.micro_batch)
+        loss = session.evaluate(self._until_stop(islice(windows, batches)))
+        if self.stop.requested:
+            return None
+        self.outcome.val_loss = loss
+        self.outcome.val_losses.append((self.step, loss))
+        return loss
+
+    def _until_stop(
+        self, batches: Iterator[tuple[np.ndarray, np.ndarray, int]]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        for batch in batches:
+            if self.stop.requested:
+                return
+            yield batch
+
+    def _sample(self) -> None:
+        """Append a sample to samples.txt and show it. A sample that fails never ends a run."""
+        tokenizer = self.dataset.tokenizer
+        if tokenizer is None:
+            return
+        try:
+            text = self.sample_text()
+            with (self.run_dir / "samples.txt").open("a", encoding="utf-8", newline="\n") as file:
+                file.write(f"--- step {self.step}\n{text}\n")
+        except (TreadleError, OSError) as error:
+            self.report.say(f"no sample at step {self.step}: {error}")
+            return
+        self.report.say(f"sample at step {self.step}:\n{text}")
+
+    def sample_text(self, tokens: int = SAMPLE_TOKENS) -> str:
+        """A text from the current weights; repeatable by step."""
+        tokenizer = self.dataset.tokenizer
+        assert tokenizer is not None
+        prompt = start_ids(tokenizer)
+        session = self.session
+        ids = generate_ids(
+            session.executable,
+            session.model.block_size,
+            prompt,
+            tokens,
+            Sampling(seed=self.config.train.seed + self.step),
+            stop=tokenizer.eos_id,
+        )
+        return tokenizer.decode(list(ids))
