@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from treadle.config import Config, DataConfig
 from treadle.data import corpus as corpora
-from treadle.data import shards
 from treadle.data.corpus import load_corpus, open_data, prepare_cached
 from treadle.data.sampler import IGNORE, Sampler, eval_windows, permute
 from treadle.data.shards import read_tokens, write_tokens
 from treadle.data.tokenizer import END_OF_TEXT, Tokenizer
 from treadle.errors import ConfigError, CorruptError, DataError
+from treadle.files import atomic_file
 
 STORY = "One day a cat saw a red hat.\n\nThe cat said: it is mine!\n" * 30
 CHAR = DataConfig(tokenizer="char")
@@ -440,7 +440,7 @@ def test_ids_outside_of_the_vocabulary_are_not_written(tmp_path: Path):
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(KeyError), shards.atomic_write(path) as file:
+    with pytest.raises(KeyError), atomic_file(path) as file:
         file.write(b"half")
         raise KeyError
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

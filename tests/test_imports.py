@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "treadle"
 ALLOWED = {
     "errors": set(),
     "files": set(),
-    "config": set(),
+    "config": {"files"},
     "graph": set(),
     "ops": {"graph"},
     "passes": {"graph", "ops"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from treadle.graph.op import Graph
 from treadle.graph.program import Program
 from treadle.graph.value import Value
 from treadle.models.base import Model, declare
+from treadle.ops.loss import mean
 from treadle.train.checkpoint import load_checkpoint, save_checkpoint
 from treadle.train.program import SCALARS, OptimizerSettings, add_update, train_graph
 from treadle.train.registry import find_checkpoint
@@ -262,7 +262,7 @@ class TrainingStep:
             self.executable.write(name, np.asarray(array))
 
 
-def compile(  # noqa: A001 - the name that users of the field look for
+def compile(
     fn: LossFunction,
     params: Mapping[str, np.ndarray],
     inputs: Mapping[str, tuple[int, ...]],
@@ -284,7 +284,7 @@ def compile(  # noqa: A001 - the name that users of the field look for
     for name, shape in inputs.items():
         dtype = "float32"
         if len(shape) == 2 and isinstance(shape[1], str):
-            shape, dtype = shape  # type: ignore[misc]
+            shape, dtype = shape
         program.buffer(name, tuple(shape), dtype, "input")
 
     def loss(graph: Graph) -> Value:

@@ -162,8 +162,8 @@ def gradient(case: Case, samples: int = 12, step: float = 1e-5) -> Check:
     graph.assign(program.buffer("loss", (), loss.dtype, "output"), loss)
 
     executable = NumpyBackend("float64").load(program)
-    for name, w in weights.items():
-        executable.write(name, w)
+    for name, weight in weights.items():
+        executable.write(name, weight)
 
     def evaluate(i: int, array: np.ndarray) -> float:
         executable.write(f"in{i}", array)

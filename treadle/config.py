@@ -15,7 +15,6 @@ Every fault is a `ConfigError` of one line: the key, the value, and what is allo
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import math
@@ -41,6 +40,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from treadle.errors import ConfigError
+from treadle.files import write_atomic
 
 ARCHITECTURES = ("gpt2",)
 PRECISIONS = ("fp32",)
@@ -534,14 +534,10 @@ def dumps_config(config: Config) -> str:
 def dump_config(config: Config, path: str | os.PathLike[str]) -> None:
     """Writes `dumps_config` to `path` in one rename, so that a reader never sees half a file."""
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(dumps_config(config).encode())
-        temporary.replace(target)
+        write_atomic(target, dumps_config(config).encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise ConfigError(f"{target}: cannot write the config: {error.strerror}") from None
 
 

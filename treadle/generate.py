@@ -110,7 +110,7 @@ class Sampling:
 
 
 def start_ids(tokenizer: Tokenizer) -> list[int]:
-    """What stands in for an empty prompt: the beginning-of-text token, else a line end, else id 0."""
+    """In place of an empty prompt: the beginning-of-text token, else a line end, else id 0."""
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id]
     try:

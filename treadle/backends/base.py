@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treadle.errors import BackendError
+from treadle.graph.op import Node
 from treadle.graph.plan import Plan
 from treadle.graph.program import Memory, Program, memory
 from treadle.graph.value import Buffer
@@ -21,7 +23,7 @@ class Executable(ABC):
     threads: int = 1
 
     @abstractmethod
-    def write(self, name: str, array: np.ndarray) -> None:
+    def write(self, name: str, array: ArrayLike) -> None:
         """Set a buffer. Floats are converted to the buffer's dtype; BackendError on a wrong shape
         or an unknown name."""
 
@@ -33,7 +35,15 @@ class Executable(ABC):
     def run(self, *graphs: str) -> None:
         """Run graphs one after another, as one call."""
 
-    def close(self) -> None:
+    @abstractmethod
+    def profile(self, graph: str) -> list[tuple[Node, float]]:
+        """Run a graph once, node by node: its nodes in order, with the seconds that each took.
+
+        The results are those of `run`. The sum is more than a run takes, as work that nodes share
+        between threads comes to a stop after each of them.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most backends have nothing to do
         """Give the memory back; the executable cannot be used afterwards."""
 
     def memory(self) -> Memory:
@@ -46,15 +56,15 @@ class Executable(ABC):
             raise BackendError(f"there is no buffer @{name} in this program")
         return self.program.buffers[name]
 
-    def checked(self, name: str, array: np.ndarray) -> np.ndarray:
+    def checked(self, name: str, array: ArrayLike) -> np.ndarray:
         """The array, after comparing its shape with the buffer's."""
         buffer = self.buffer(name)
-        array = np.asarray(array)
-        if array.shape != buffer.shape:
+        values = np.asarray(array)
+        if values.shape != buffer.shape:
             raise BackendError(
-                f"cannot write an array of shape {array.shape} to @{name} of shape {buffer.shape}"
+                f"cannot write an array of shape {values.shape} to @{name} of shape {buffer.shape}"
             )
-        return array
+        return values
 
 
 class Backend(ABC):

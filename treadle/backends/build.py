@@ -7,7 +7,7 @@ and with no compiler there are no libraries, so that Treadle runs on the `numpy`
 
 This module uses the standard library alone: `setup.py` loads it before anything is installed.
 
-    python -m treadle.backends.build [--isa NAME]... [--target DIR] [--no-openmp] [--keep-going]
+    python -m treadle.backends.build [--isa NAME]... [--target DIR] [--no-openmp] [--strict]
 
 Environment: `CC` names the compiler (GCC or Clang, cross-compilers included), `TREADLE_ISA`
 restricts the instruction sets (`TREADLE_ISA=avx2,baseline`).
@@ -268,15 +268,13 @@ def build(
     isas: Iterable[str] | None = None,
     *,
     openmp: bool = True,
-    keep_going: bool = False,
     cache_dir: Path | str | None = None,
 ) -> list[Result]:
     """Compiles the libraries into `target_dir` and returns one result an instruction set.
 
     Compiling uses all processors; what has not changed is taken from `cache_dir` (default:
-    `build/kernels` of a source tree, otherwise a temporary folder). With `keep_going` a source that
-    does not compile is left out of its library instead of costing the library. Raises ValueError
-    for an unknown name in `isas`.
+    `build/kernels` of a source tree, otherwise a temporary folder). Raises ValueError for an unknown
+    name in `isas`.
     """
     compiler = find_compiler(openmp)
     if compiler is None:
@@ -290,12 +288,10 @@ def build(
         default = PACKAGE.parent / "build" / "kernels" if in_tree else Path(temporary)
         cache = Path(cache_dir) if cache_dir is not None else default
         cache.mkdir(parents=True, exist_ok=True)
-        return _build(compiler, chosen, target, cache, keep_going)
+        return _build(compiler, chosen, target, cache)
 
 
-def _build(
-    compiler: Compiler, isas: Sequence[Isa], target: Path, cache: Path, keep_going: bool
-) -> list[Result]:
+def _build(compiler: Compiler, isas: Sequence[Isa], target: Path, cache: Path) -> list[Result]:
     plans = {isa.name: _units(compiler, isa, cache) for isa in isas}
     units = {unit.object: unit for plan in plans.values() for unit in plan}
     failures: dict[Path, str] = {}
@@ -309,12 +305,12 @@ def _build(
                 failures[path] = str(error)
     results = []
     for name, plan in plans.items():
-        objects = [unit.object for unit in plan if unit.object not in failures]
         notes = [failures[unit.object] for unit in plan if unit.object in failures]
-        if notes and not keep_going:
+        if notes:
             results.append(Result(name, None, "\n".join(notes)))
             continue
-        notes += [warnings[path] for path in objects if warnings[path]]
+        objects = [unit.object for unit in plan]
+        notes = [warnings[path] for path in objects if warnings[path]]
         try:
             library = _link(compiler, name, objects, target, cache)
         except RuntimeError as error:
@@ -346,13 +342,14 @@ def main() -> int:
         "--target", type=Path, default=LIBRARY_FOLDER, help="folder of the libraries"
     )
     parser.add_argument("--no-openmp", action="store_true", help="build for one thread")
-    parser.add_argument("--keep-going", action="store_true", help="leave out what does not compile")
+    parser.add_argument("--strict", action="store_true", help="fail on errors and warnings")
     options = parser.parse_args()
     openmp = not options.no_openmp
-    results = build(options.target, options.isa, openmp=openmp, keep_going=options.keep_going)
+    results = build(options.target, options.isa, openmp=openmp)
     compiler = find_compiler(openmp)
     print(report(results, bool(compiler and compiler.openmp)))
-    return 0 if all(result.path and not result.message for result in results) else 1
+    clean = all(result.path and not result.message for result in results)
+    return 1 if options.strict and not clean else 0
 
 
 if __name__ == "__main__":

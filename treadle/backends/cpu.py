@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treadle.backends.base import Backend, Executable
 from treadle.errors import BackendError
+from treadle.graph.op import Node
 from treadle.graph.plan import ALIGN, Plan, align, plan
 from treadle.graph.program import Program
 from treadle.graph.value import STORAGE, from_bfloat16, to_bfloat16
@@ -221,12 +225,11 @@ class CpuExecutable(Executable):
         self._stride = max((p.scratch_bytes for p in self.plans.values()), default=0)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="treadle-walker")
 
-    def write(self, name: str, array: np.ndarray) -> None:
-        array = self.checked(name, array)
-        view = self._views[name]
+    def write(self, name: str, array: ArrayLike) -> None:
+        values = self.checked(name, array)
         if self.buffer(name).dtype == "bfloat16":
-            array = to_bfloat16(np.asarray(array, np.float32))
-        np.copyto(view, array, casting="unsafe")
+            values = to_bfloat16(np.asarray(values, np.float32))
+        np.copyto(self._views[name], values, casting="unsafe")
 
     def read(self, name: str) -> np.ndarray:
         buffer = self.buffer(name)
@@ -234,21 +237,41 @@ class CpuExecutable(Executable):
         return from_bfloat16(view) if buffer.dtype == "bfloat16" else view.copy()
 
     def run(self, *graphs: str) -> None:
-        self._worker.submit(self._walk, graphs).result()
+        self._worker.submit(self._run, graphs).result()
 
-    def _walk(self, graphs: Sequence[str]) -> None:
+    def profile(self, graph: str) -> list[tuple[Node, float]]:
+        return self._worker.submit(self._profile, graph).result()
+
+    def _run(self, graphs: Sequence[str]) -> None:
         for name in graphs:
-            c = self._calls[name]
-            status = self.library.handle.treadle_run(
-                c.calls.ctypes.data,
-                c.phases.ctypes.data,
-                len(c.phases) - 1,
-                self.threads,
-                self._scratch.ctypes.data,
-                self._stride,
-            )
-            if status != 0:
-                raise BackendError(f"the walker failed on graph '{name}' with status {status}")
+            self._walk(name, self._calls[name].phases)
+
+    def _profile(self, name: str) -> list[tuple[Node, float]]:
+        plan = self.plans[name]
+        seconds = {id(node): 0.0 for node in plan.graph.nodes}
+        first = 0
+        for key, group in groupby(plan.nodes, key=id):
+            end = first + len(list(group))
+            inner = [p for p in plan.phases if first < p < end]
+            phases = np.array([first, *inner, end], np.int64)
+            start = time.perf_counter()
+            self._walk(name, phases)
+            seconds[key] = time.perf_counter() - start
+            first = end
+        return [(node, seconds[id(node)]) for node in plan.graph.nodes]
+
+    def _walk(self, name: str, phases: np.ndarray) -> None:
+        """Run the calls of a graph from phases[0] to phases[-1], in phases that begin there."""
+        status = self.library.handle.treadle_run(
+            self._calls[name].calls.ctypes.data,
+            phases.ctypes.data,
+            len(phases) - 1,
+            self.threads,
+            self._scratch.ctypes.data,
+            self._stride,
+        )
+        if status != 0:
+            raise BackendError(f"the walker failed on graph '{name}' with status {status}")
 
     def close(self) -> None:
         self._worker.shutdown()

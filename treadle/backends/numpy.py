@@ -6,12 +6,15 @@ the other backends are tested against.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treadle.backends.base import Backend, Executable
 from treadle.errors import BackendError
+from treadle.graph.op import Node
 from treadle.graph.plan import plan
 from treadle.graph.program import Program
 from treadle.graph.value import FLOATS, STORAGE, Spec, from_bfloat16, to_bfloat16
@@ -48,7 +51,7 @@ class NumpyExecutable(Executable):
         self.program = program
         self.float_dtype = float_dtype
         self.plans = {name: plan(program.graphs[name], None) for name in (graphs or program.graphs)}
-        self.arrays = {
+        self.arrays: dict[str, np.ndarray] = {
             b.name: np.zeros(b.shape, self._storage(b)) for b in program.buffers.values()
         }
 
@@ -61,12 +64,12 @@ class NumpyExecutable(Executable):
 
     def _round(self, array: np.ndarray, spec: Spec) -> np.ndarray:
         """The array in the dtype that this backend keeps for `spec`, never a view of an input."""
-        kept = np.array(array, dtype=self._storage(spec))
+        kept: np.ndarray = np.array(array, dtype=self._storage(spec))
         if spec.dtype == "bfloat16" and self.float_dtype == "float32":
             return from_bfloat16(to_bfloat16(kept))
         return kept
 
-    def write(self, name: str, array: np.ndarray) -> None:
+    def write(self, name: str, array: ArrayLike) -> None:
         self.arrays[name] = self._round(self.checked(name, array), self.buffer(name))
 
     def read(self, name: str) -> np.ndarray:
@@ -75,13 +78,15 @@ class NumpyExecutable(Executable):
 
     def run(self, *graphs: str) -> None:
         for name in graphs:
-            self._run(name)
+            self.profile(name)
 
-    def _run(self, name: str) -> None:
-        graph = self.plans[name].graph
-        values = {id(v): self.arrays[key] for key, v in graph.reads.items()}
-        remaining = {id(v): len(v.users) for n in graph.nodes for v in n.outputs}
-        for node in graph.nodes:
+    def profile(self, graph: str) -> list[tuple[Node, float]]:
+        nodes, reads = self.plans[graph].graph.nodes, self.plans[graph].graph.reads
+        values = {id(v): self.arrays[key] for key, v in reads.items()}
+        remaining = {id(v): len(v.users) for n in nodes for v in n.outputs}
+        timed = []
+        for node in nodes:
+            start = time.perf_counter()
             inputs = [None if v is None else values[id(v)] for v in node.inputs]
             with np.errstate(all="ignore"):
                 outputs = node.op.reference(*inputs)
@@ -89,8 +94,10 @@ class NumpyExecutable(Executable):
                 values[id(v)] = self._round(array, v.spec)
                 if v.buffer is not None:
                     self.arrays[v.buffer.name] = values[id(v)]
-            for v in set(node.inputs):
-                if v is not None and id(v) in remaining:
-                    remaining[id(v)] -= 1
-                    if remaining[id(v)] == 0:
-                        del values[id(v)]
+            for used in set(node.inputs):
+                if used is not None and id(used) in remaining:
+                    remaining[id(used)] -= 1
+                    if remaining[id(used)] == 0:
+                        del values[id(used)]
+            timed.append((node, time.perf_counter() - start))
+        return timed

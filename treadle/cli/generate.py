@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Optional
 
 import typer
 
@@ -18,12 +17,12 @@ def command(
     top_p: float = typer.Option(1.0, help="Draw among the likeliest that make up p; 1 is off."),
     seed: int = typer.Option(0, min=0, help="The same seed writes the same text."),
     device: str = typer.Option("auto", help="Where to compute."),
-    threads: Optional[int] = typer.Option(None, min=1, help="CPU threads.", show_default=False),
-    tokenizer: Optional[Path] = typer.Option(
+    threads: int | None = typer.Option(None, min=1, help="CPU threads.", show_default=False),
+    tokenizer: Path | None = typer.Option(
         None, help="A tokenizer.json or its directory, for a checkpoint without one."
     ),
-    vocab: Optional[Path] = typer.Option(None, help="vocab.json of a BPE tokenizer."),
-    merges: Optional[Path] = typer.Option(None, help="merges.txt of a BPE tokenizer."),
+    vocab: Path | None = typer.Option(None, help="vocab.json of a BPE tokenizer."),
+    merges: Path | None = typer.Option(None, help="merges.txt of a BPE tokenizer."),
 ) -> None:
     """Write text with a trained model: a run's best checkpoint, a checkpoint, or one file."""
     from treadle.api import load

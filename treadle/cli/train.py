@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Optional
 
 import typer
 
@@ -15,7 +14,7 @@ from treadle.config import Config, dump_config
 def command(
     config: Config,
     name: str,
-    out: Optional[Path] = typer.Option(
+    out: Path | None = typer.Option(
         None, help="Run directory; runs/<config or data name> by default.", show_default=False
     ),
     resume: str = typer.Option(
@@ -23,13 +22,13 @@ def command(
         metavar="auto|never|PATH",
         help="Go on from the run directory's newest checkpoint, never, or from a checkpoint.",
     ),
-    init_from: Optional[str] = typer.Option(
+    init_from: str | None = typer.Option(
         None, metavar="CHECKPOINT", help="Start a new run from these weights.", show_default=False
     ),
-    run_steps: Optional[int] = typer.Option(
+    run_steps: int | None = typer.Option(
         None, min=1, help="Stop after so many more steps, with a checkpoint.", show_default=False
     ),
-    write_config: Optional[Path] = typer.Option(
+    write_config: Path | None = typer.Option(
         None,
         metavar="FILE",
         help="Write the effective configuration and leave.",

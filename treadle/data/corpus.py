@@ -41,16 +41,10 @@ import numpy as np
 
 from treadle.config import TOKENIZERS, Config, DataConfig, fill_from_corpus, with_values
 from treadle.data.sampler import too_short
-from treadle.data.shards import (
-    atomic_write,
-    id_range,
-    pieces,
-    read_tokens,
-    sync_directory,
-    write_tokens,
-)
+from treadle.data.shards import id_range, pieces, read_tokens, write_tokens
 from treadle.data.tokenizer import BLANK_LINE, TOKENIZER_FILE, Tokenizer
 from treadle.errors import ConfigError, DataError
+from treadle.files import sync_directory, write_atomic
 
 TEXT_SUFFIXES = (".txt", ".md")
 TRAIN_FILE, VAL_FILE, METADATA_FILE = "train.bin", "val.bin", "metadata.json"
@@ -438,8 +432,7 @@ def prepare_cached(
             _build(directory, corpus, tokenizer, data)
         if all(before - file.stat().st_mtime_ns > _FRESH_NS for file in text_files(path)):
             index.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(index) as file:
-                file.write(_dumps({"sha256": corpus.report.sha256}))
+            write_atomic(index, _dumps({"sha256": corpus.report.sha256}))
     except OSError as error:
         raise DataError(
             f"{root}: cannot write the token cache: {error.strerror}; "
@@ -475,8 +468,7 @@ def _build(directory: Path, corpus: Corpus, tokenizer: Tokenizer | None, data: D
             "vocab_size": tokenizer.vocab_size,
             "val_fraction": data.val_fraction,
         }
-        with atomic_write(temporary / TOKENIZER_FILE) as file:
-            file.write(tokenizer.to_json().encode())
+        write_atomic(temporary / TOKENIZER_FILE, tokenizer.to_json().encode())
         metadata[TOKENIZER_FILE] = {"sha256": _file_sha256(temporary / TOKENIZER_FILE)}
         for name, documents in ((TRAIN_FILE, train), (VAL_FILE, val)):
             text = tokenizer.separator.join(documents)
@@ -487,10 +479,8 @@ def _build(directory: Path, corpus: Corpus, tokenizer: Tokenizer | None, data: D
                 "text_bytes": len(text.encode()),
                 "sha256": _file_sha256(temporary / name),
             }
-        with atomic_write(temporary / METADATA_FILE) as file:
-            file.write(_dumps(metadata))
-        with atomic_write(temporary / _STAMP_FILE) as file:
-            file.write(_dumps(_stamp(temporary)))
+        write_atomic(temporary / METADATA_FILE, _dumps(metadata))
+        write_atomic(temporary / _STAMP_FILE, _dumps(_stamp(temporary)))
         _put_in_place(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

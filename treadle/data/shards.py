@@ -13,16 +13,15 @@ An older form has no header: the whole file is one stream of int32.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from treadle.errors import CorruptError, DataError
+from treadle.files import atomic_file
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
@@ -63,14 +62,17 @@ def write_tokens(
     if tokens.size >= 1 << 31:
         raise DataError(f"{path}: {tokens.size} tokens; one file holds fewer than 2^31, use shards")
     form = _SMALL if token_dtype(vocab_size) == _SMALL.dtype else _LARGE
-    with atomic_write(path) as file:
-        if not raw:
-            header = np.zeros(HEADER_INTS, "<i4")
-            header[:3] = form.magic, form.version, tokens.size
-            file.write(header.tobytes())
-        dtype = _RAW if raw else form.dtype
-        for piece in pieces(tokens):
-            file.write(piece.astype(dtype).tobytes())
+    dtype = _RAW if raw else form.dtype
+    try:
+        with atomic_file(Path(path)) as file:
+            if not raw:
+                header = np.zeros(HEADER_INTS, "<i4")
+                header[:3] = form.magic, form.version, tokens.size
+                file.write(header.tobytes())
+            for piece in pieces(tokens):
+                file.write(piece.astype(dtype).tobytes())
+    except OSError as error:
+        raise DataError(f"{path}: cannot write the tokens: {error.strerror}") from None
 
 
 def read_tokens(path: str | os.PathLike[str]) -> np.ndarray:
@@ -137,39 +139,3 @@ def pieces(tokens: np.ndarray) -> Iterator[np.ndarray]:
 def id_range(tokens: np.ndarray) -> tuple[int, int]:
     """The smallest and the largest of some ids [N], N >= 1."""
     return min(int(p.min()) for p in pieces(tokens)), max(int(p.max()) for p in pieces(tokens))
-
-
-@contextlib.contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A binary file that appears under `path` whole, or not at all.
-
-    It is written under a temporary name beside `path`, flushed to the disk, and renamed.
-
-    Raises:
-        DataError: the place cannot be written.
-    """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-        sync_directory(target.parent)
-    except OSError as error:
-        raise DataError(f"{target}: cannot write: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Makes the names in a directory durable, where the system has such a call."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

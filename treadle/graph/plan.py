@@ -51,7 +51,7 @@ class Plan:
     places: dict[int, Place] = field(repr=False)  # by id of a Value or Temp
     arena_bytes: int = 0
     scratch_bytes: int = 0  # for each thread
-    cost: Cost = Cost()
+    cost: Cost = field(default_factory=Cost)
 
     def place(self, arg: Arg) -> Place | None:
         """Where a launch argument lives; None for an absent one."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class Parameter:
 class Model(ABC):
     """An architecture with its sizes. B batch, T time, C channels, V vocabulary."""
 
-    architecture: str
+    architecture: ClassVar[str]
     vocab_size: int
     block_size: int
 
@@ -80,7 +80,7 @@ class Model(ABC):
 
     @abstractmethod
     def from_hf(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Weights from a checkpoint's tensors; CheckpointError where one is missing or misshapen."""
+        """Weights from a checkpoint's tensors; CheckpointError where one does not fit."""
 
     def loss(
         self, w: Weights, tokens: Value, targets: Value, random: Value | None = None

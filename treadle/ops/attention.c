@@ -12,15 +12,14 @@
 #include "philox.h"
 #include "tile.h"
 
-#define PAD 16  /* head sizes and rows round up to this in scratch: the widest vector */
-#define ROWS 8  /* rows of a product come in this number */
+#define ROWS 8 /* rows of a product come in this number */
 #if VL == 16 || defined(__aarch64__)
 #define WIDE 4 /* vectors of a row that a register tile holds, by the number of registers */
 #else
 #define WIDE 2
 #endif
-#define STRIP (PAD / VL) /* vectors of queries on the diagonal that share one limit of keys */
-#define LOWEST (-3.0e38f)
+#define STRIP (16 / VL) /* vectors of queries on the diagonal that share one limit of keys */
+#define LOWEST (-3.0e38f) /* finite: exp(-inf - LOWEST) is 0 where exp(-inf + inf) is NaN */
 
 INLINE int64_t round_up(int64_t n, int64_t unit) { return ceil_div(n, unit) * unit; }
 
@@ -114,18 +113,18 @@ static void rescale_add_transposed(const float *a, int64_t ak, const float *b, i
 /* ---- sizes and scratch ---------------------------------------------------------------------------- */
 
 typedef struct {
-    int64_t time, heads, kv_heads, size, splits, block; /* as in dim */
-    int64_t padded, rows;                               /* of a head and of K, V in scratch */
-    int64_t group, row;                                 /* query heads a key head; floats of qkv's row */
-    int64_t batch, kv_head, split;                      /* the task's own */
+    int64_t time, heads, kv_heads, size;
+    int64_t rows, padded, block; /* time and size rounded up, in scratch; queries and keys of a tile */
+    int64_t splits;
+    int64_t group, row;            /* query heads of a key head; numbers in a row of qkv */
+    int64_t batch, kv_head, split; /* the task's own */
     float scale;
 } sizes;
 
 INLINE sizes sizes_of(const call *c, int64_t task) {
     sizes s = {.time = c->dim[0], .heads = c->dim[1], .kv_heads = c->dim[2], .size = c->dim[3],
-               .splits = c->dim[4], .block = c->dim[5], .scale = (float)c->num[0]};
-    s.padded = round_up(s.size, PAD);
-    s.rows = round_up(s.time, PAD);
+               .rows = c->dim[4], .padded = c->dim[5], .block = c->dim[6], .splits = c->dim[7],
+               .scale = (float)c->num[0]};
     s.group = s.heads / s.kv_heads;
     s.row = (s.heads + 2 * s.kv_heads) * s.size;
     s.split = task % s.splits;
@@ -149,7 +148,7 @@ INLINE float *take(float **free, int64_t n) {
 
 /* ---- packing and storing -------------------------------------------------------------------------- */
 
-/* to[i][padded] = scale * from[i][size], fp32, filled up with zeros, as are rows up to a multiple of ROWS. */
+/* to[i][padded] = scale * from[i][size] as fp32, filled up with zeros; so are rows up to ROWS at a time. */
 static void pack(float *to, const T *from, int64_t row, int64_t rows, const sizes *s, float scale) {
     for (int64_t i = 0; i < rows; i++) {
         for (int64_t d = 0; d < s->padded; d += VL) {
@@ -225,8 +224,8 @@ typedef struct {
 } dropping;
 
 INLINE dropping dropping_of(const call *c, const uint32_t *random, int64_t batch) {
-    return (dropping){.seed = random[0], .step = random[1], .stream = (uint32_t)c->dim[6],
-                      .threshold = (int32_t)c->dim[7], .scale = (float)c->num[1],
+    return (dropping){.seed = random[0], .step = random[1], .stream = (uint32_t)c->dim[8],
+                      .threshold = (int32_t)c->dim[9], .scale = (float)c->num[1],
                       .row = ((uint64_t)random[3] << 32 | random[2]) + (uint64_t)batch};
 }
 
@@ -331,7 +330,8 @@ static void softmax_step(float *score, int64_t rows, int64_t block, float *maxim
 
 /* y, lse = attention(qkv); lse may be absent, random is absent without dropout.
    ptr: y [B,T,H*D], lse [B,H,T] fp32, qkv [B,T,(H+2K)*D], random.
-   dim: T, H, K, D, splits, block, stream, p 2^24.  num: scale, 1/(1-p).  tasks: B x K x splits. */
+   dim: T, H, K, D, T and D rounded up to whole vectors, block, splits, stream, p 2^24.
+   num: scale, 1/(1-p).  tasks: B x K x splits. */
 KERNEL(attention_forward) {
     T *y = c->ptr[0];
     float *lse = c->ptr[1];
@@ -498,8 +498,8 @@ KERNEL(attention_backward) {
 /* dK and dV of dqkv = sum over the splits of `partial`, in order.
    ptr: dqkv, partial.  dim: as in the forward kernel.  tasks: B x K x blocks of rows. */
 KERNEL(attention_backward_combine) {
-    const int64_t blocks = ceil_div(c->dim[0], c->dim[5]);
-    const sizes s = sizes_of(c, task / blocks * c->dim[4]);
+    const int64_t blocks = ceil_div(c->dim[0], c->dim[6]);
+    const sizes s = sizes_of(c, task / blocks * c->dim[7]);
     const int64_t i = task % blocks * s.block, rows = min_i64(s.block, s.time - i);
     const int64_t whole = s.rows * s.padded;
     const float *partial = (const float *)c->ptr[1] + task / blocks * s.splits * 2 * whole;

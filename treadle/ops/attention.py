@@ -33,7 +33,7 @@ from treadle.ops.random import UNIFORM_BITS, philox_uniform, stream_of
 
 # ---------------------------------------------------------------- tiles
 
-# Queries, and keys, of a tile: K, Q and scores of a tile share the first-level cache.
+# Queries, and keys, of a tile, a multiple of PAD: its K, Q and scores share the first-level cache.
 BLOCK = 64
 # Scratch rounds head sizes and rows up to the widest vector of all instruction sets, in floats.
 PAD = 16
@@ -57,9 +57,13 @@ class _Heads(Op):
 
     n_head: int = 1
     n_kv_head: int = 1
-    scale: float = 1.0
+    scale: float | None = None
     dropout: float = 0.0
     stream: int = 0
+
+    def factor(self, size: int) -> float:
+        """What scores are multiplied by: `scale`, or 1/√D when it is None."""
+        return size**-0.5 if self.scale is None else self.scale
 
     def head_size(self, qkv: Spec | Value) -> int:
         """D of a packed input [B, T, (H + 2K) D]."""
@@ -72,9 +76,10 @@ class _Heads(Op):
         expect(h >= 1 and k >= 1 and h % k == 0, op, "n_head a multiple of n_kv_head", (h, k))
         packed = h + 2 * k
         shape = qkv.shape
-        expect(len(shape) == 3, op, "qkv of shape [B, T, (H + 2K) D]", list(shape))
+        fits = len(shape) == 3 and min(shape) > 0
+        expect(fits, op, "qkv of shape [B, T, (H + 2K) D]", list(shape))
         expect(
-            shape[2] > 0 and shape[2] % packed == 0,
+            shape[2] % packed == 0,
             op,
             f"a last dimension that is a multiple of n_head + 2 n_kv_head = {packed}",
             shape[2],
@@ -99,8 +104,9 @@ class _Heads(Op):
 
     def scores(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         """scale · Q Kᵀ [B, H, T, T], -∞ where the key comes after the query."""
-        t = q.shape[2]
-        return np.where(np.tri(t, dtype=bool), (q @ k.swapaxes(2, 3)) * self.scale, -np.inf)
+        t, d = q.shape[2:]
+        scaled = (q @ k.swapaxes(2, 3)) * self.factor(d)
+        return np.where(np.tri(t, dtype=bool), scaled, -np.inf)
 
     def keep(self, p: np.ndarray, random: np.ndarray | None) -> np.ndarray:
         """1/(1-p) or 0 for each probability [B, H, T, T]; ones without dropout."""
@@ -120,11 +126,12 @@ class _Heads(Op):
     def _dims(self, qkv: Value, splits: int) -> list[int]:
         # u ≥ p between whole numbers, so that every backend decides alike.
         threshold = ceil(self.dropout * 2**UNIFORM_BITS)
-        sizes = [qkv.shape[1], self.n_head, self.n_kv_head, self.head_size(qkv)]
-        return [*sizes, splits, BLOCK, self.stream, threshold]
+        t, d = qkv.shape[1], self.head_size(qkv)
+        sizes = [t, self.n_head, self.n_kv_head, d, _pad(t), _pad(d), BLOCK, splits]
+        return [*sizes, self.stream, threshold]
 
-    def _nums(self) -> list[float]:
-        return [self.scale, 1.0 / (1.0 - self.dropout)]
+    def _nums(self, qkv: Value) -> list[float]:
+        return [self.factor(self.head_size(qkv)), 1.0 / (1.0 - self.dropout)]
 
     def _scratch(self, qkv: Value, whole: int, wide: int, tiles: int, vectors: int) -> int:
         """Bytes of so many K's, blocks of queries, tiles of scores, and numbers for each query."""
@@ -187,7 +194,7 @@ class Attention(_Heads):
                 [node.outputs[0], node.out(1), qkv, random],
                 2,
                 self._dims(qkv, splits),
-                self._nums(),
+                self._nums(qkv),
                 tasks=qkv.shape[0] * self.n_kv_head * splits,
                 scratch=self._scratch(qkv, whole=2, wide=2, tiles=2, vectors=3),
             )
@@ -212,6 +219,9 @@ class AttentionGrad(_Heads):
     ) -> Sequence[Spec]:
         self.check(qkv, random)
         expect_same("attention", dy, y)
+        (out, statistics), name = Attention(**self.attributes()).infer(qkv, random), "attention"
+        expect(y.shape == out.shape, name, f"y of shape {list(out.shape)}", list(y.shape))
+        expect(lse.shape == statistics.shape, name, f"lse {list(statistics.shape)}", lse.shape)
         return (qkv,)
 
     def reference(
@@ -230,7 +240,8 @@ class AttentionGrad(_Heads):
         keep = self.keep(p, random)
         dv = (p * keep).swapaxes(2, 3) @ dy
         ds = p * ((dy @ v.swapaxes(2, 3)) * keep - (dy * y).sum(axis=3, keepdims=True))
-        dq, dk = (ds @ k) * self.scale, (ds.swapaxes(2, 3) @ q) * self.scale
+        ds *= self.factor(q.shape[3])
+        dq, dk = ds @ k, ds.swapaxes(2, 3) @ q
         dk, dv = (x.reshape(b, n, h // n, t, -1).sum(axis=2) for x in (dk, dv))
         return (np.concatenate([dq, dk, dv], axis=1).swapaxes(1, 2).reshape(b, t, c),)
 
@@ -243,7 +254,7 @@ class AttentionGrad(_Heads):
         dqkv, random = node.outputs[0], _random(node)
         b, t, _ = qkv.shape
         splits = self._splits(qkv, BACKWARD_TASKS)
-        dims, nums = self._dims(qkv, splits), self._nums()
+        dims, nums = self._dims(qkv, splits), self._nums(qkv)
         tasks = b * self.n_kv_head * splits
         partial = None
         if splits > 1:
@@ -310,9 +321,6 @@ def attention(
     ShapeError or DTypeError when the input does not fit.
     """
     k = n_head if n_kv_head is None else n_kv_head
-    op = Attention(n_head, k, 1.0, float(dropout), stream_of(name) if dropout > 0 else 0)
+    op = Attention(n_head, k, scale, dropout, stream_of(name) if dropout > 0 else 0)
     inputs = (qkv, random) if dropout > 0 else (qkv,)
-    op.check(qkv.spec, None if len(inputs) == 1 or random is None else random.spec)
-    scale = op.head_size(qkv) ** -0.5 if scale is None else float(scale)
-    op = Attention(n_head, k, scale, op.dropout, op.stream)
     return qkv.graph.apply(op, *inputs, name=name)[0]

@@ -94,6 +94,86 @@ static void finish(const epilogue *e, const float *tile, int64_t i, int64_t j, i
     }
 }
 
+/* ---- few rows ------------------------------------------------------------------------------------------
+
+   With one or two rows, as when a model writes token by token, B is read once and packing it would cost
+   more than the product. The order of summation is that of the register tile: a row has the same bits
+   alone and among others. */
+
+#define FEW_ROWS 2
+#define FEW_VECTORS (VL == 8 ? 4 : 8)
+
+typedef struct {
+    const T *a, *b;
+    int64_t a_row, a_col, b_row, b_col, K, k_blocks;
+} product;
+
+/* total[v][i] = row i of A times columns v VL .. of B, which has unit column stride; `cols` in all. */
+INLINE void rows_by_columns(const product *p, vf total[FEW_VECTORS][FEW_ROWS], const int m,
+                            const int whole, int64_t j, int64_t cols) {
+    for (int64_t kb = 0; kb < p->k_blocks; kb++) {
+        vf sum[FEW_VECTORS][FEW_ROWS] = {0};
+        const int64_t end = part_start(p->K, p->k_blocks, kb + 1);
+        for (int64_t k = part_start(p->K, p->k_blocks, kb); k < end; k++) {
+            const T *b = p->b + k * p->b_row + j;
+            vf a[FEW_ROWS];
+            UNROLL for (int i = 0; i < m; i++) a[i] = vset(to_f32(p->a[i * p->a_row + k * p->a_col]));
+            UNROLL for (int v = 0; v < FEW_VECTORS; v++) {
+                const int64_t n = cols - v * VL;
+                if (!whole && n <= 0) break;
+                vf x = whole ? vload(b + v * VL) : vloadn(b + v * VL, min_i64(VL, n));
+                UNROLL for (int i = 0; i < m; i++) sum[v][i] = vfma(a[i], x, sum[v][i]);
+            }
+        }
+        UNROLL for (int v = 0; v < FEW_VECTORS; v++) {
+            UNROLL for (int i = 0; i < m; i++) total[v][i] = kb ? total[v][i] + sum[v][i] : sum[v][i];
+        }
+    }
+}
+
+/* total[i] = row i of A times VL columns of B, which has unit row stride. */
+INLINE void rows_by_rows(const product *p, vf total[FEW_ROWS], const int m, int64_t j, int64_t cols) {
+    for (int64_t kb = 0; kb < p->k_blocks; kb++) {
+        vf sum[FEW_ROWS] = {0};
+        const int64_t end = part_start(p->K, p->k_blocks, kb + 1);
+        for (int64_t k = part_start(p->K, p->k_blocks, kb); k < end; k += VL) {
+            const int64_t nk = min_i64(VL, end - k);
+            vf x[VL];
+            load_rows_(x, p->b + j * p->b_col + k, p->b_col, cols, nk);
+            transpose(x);
+            UNROLL for (int l = 0; l < VL; l++) {
+                if (l == nk) break;
+                UNROLL for (int i = 0; i < m; i++) {
+                    vf a = vset(to_f32(p->a[i * p->a_row + (k + l) * p->a_col]));
+                    sum[i] = vfma(a, x[l], sum[i]);
+                }
+            }
+        }
+        UNROLL for (int i = 0; i < m; i++) total[i] = kb ? total[i] + sum[i] : sum[i];
+    }
+}
+
+INLINE void few_rows(const product *p, const epilogue *e, const int m, int64_t i0, int64_t j0,
+                     int64_t cols) {
+    float tile[FEW_ROWS * NR];
+    const int64_t step = p->b_col == 1 ? FEW_VECTORS * VL : VL;
+    for (int64_t j = 0; j < cols; j += step) {
+        const int64_t n = min_i64(step, cols - j);
+        vf total[FEW_VECTORS][FEW_ROWS];
+        if (p->b_col != 1) {
+            rows_by_rows(p, total[0], m, j0 + j, n);
+        } else if (n == step) {
+            rows_by_columns(p, total, m, 1, j0 + j, n);
+        } else {
+            rows_by_columns(p, total, m, 0, j0 + j, n);
+        }
+        for (int64_t v = 0; v * VL < n; v++) {
+            UNROLL for (int i = 0; i < m; i++) vstore_f32(tile + i * NR, total[v][i]);
+            finish(e, tile, i0, j0 + j + v * VL, m, min_i64(VL, n - v * VL));
+        }
+    }
+}
+
 /* ---- the product -------------------------------------------------------------------------------------- */
 
 /* ptr: out [M, N], pre [M, N] or NULL, a, b, bias [N] or NULL, residual [M, N] or NULL, packed a or NULL.
@@ -116,6 +196,17 @@ KERNEL(matmul) {
     const int64_t units = ceil_div(N, 32);
     const int64_t j0 = part_start(units, col_blocks, block) * 32;
     const int64_t cols = min_i64(N, part_start(units, col_blocks, block + 1) * 32) - j0;
+    if (rows <= FEW_ROWS) {
+        const product p = {.a = a + i0 * a_row, .b = b, .a_row = a_row, .a_col = a_col,
+                           .b_row = b_row, .b_col = b_col, .K = K, .k_blocks = k_blocks};
+        if (rows == 1) {
+            few_rows(&p, &e, 1, i0, j0, cols);
+        } else {
+            few_rows(&p, &e, 2, i0, j0, cols);
+        }
+        return;
+    }
+
     const int64_t kc_most = ceil_div(K, k_blocks);
     const int64_t panels = panels_of(rows), col_panels = ceil_div(cols, NR);
     const int64_t group_stride = panels_of(ceil_div(M, groups)) * MR * K;

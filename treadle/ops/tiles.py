@@ -12,15 +12,16 @@ from math import ceil
 # Targets, in elements. A task's block of B (K_BLOCK x COLUMNS) and its partial sums
 # (ROWS x COLUMNS) stay in the second-level cache while A's panels pass through the first.
 K_BLOCK = 384
-ROWS = 256
+ROWS = 384
 COLUMNS = 128
+# Columns are dealt in units of the widest register tile.
 COLUMN_UNIT = 32
 # Up to this many tasks are made where each keeps enough multiply-adds to be worth dealing out.
 TASKS = 32
 TASK_WORK = 1 << 20
-# With at most this many column blocks, every task packs its own rows of A.
-PACK_ABOVE = 2
-# The widest register tile, over instruction sets: bounds of what panels round up to.
+# With more rows than this and more than one column block, A is packed once, beforehand.
+PACK_ROWS = 32
+# The tallest register tile: panels of A round up to at most this many rows more.
 TILE_ROWS = 14
 FLOAT_BYTES = 4
 
@@ -51,22 +52,20 @@ class Tiles:
 def matmul_tiles(m: int, n: int, k: int) -> Tiles:
     """The cut for C[m, n] = A[m, k] · B[k, n]."""
     units = ceil(n / COLUMN_UNIT)
-    groups, blocks = ceil(m / ROWS), ceil(n / COLUMNS)
+    groups, width = ceil(m / ROWS), COLUMNS // COLUMN_UNIT
+    blocks = ceil(units / width)
     while groups * blocks < TASKS and m * n * k >= 2 * TASK_WORK * groups * blocks:
-        rows, columns = m / groups, n / blocks
-        if columns > rows and blocks < units:
-            blocks += 1
-        elif rows > 2 * TILE_ROWS:
+        if width > 1 and blocks < units:
+            width -= 1
+            blocks = ceil(units / width)
+        elif m > 2 * TILE_ROWS * groups:
             groups += 1
-        elif blocks < units:
-            blocks += 1
         else:
             break
     k_blocks = max(1, ceil(k / K_BLOCK))
-    # Panels are at most TILE_ROWS tall and at least half full, and round columns up to a unit.
     rows = ceil(m / groups) + TILE_ROWS
     columns = ceil(units / blocks) * COLUMN_UNIT
     depth = ceil(k / k_blocks)
-    packed = groups * rows * k if blocks > PACK_ABOVE else 0
+    packed = groups * rows * k if blocks > 1 and m > PACK_ROWS else 0
     scratch = depth * columns + rows * columns + (0 if packed else rows * depth)
     return Tiles(groups, blocks, k_blocks, packed * FLOAT_BYTES, scratch * FLOAT_BYTES)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from treadle.errors import CheckpointError, CorruptError, MismatchError
-from treadle.train.files import (
+from treadle.files import (
     FileDigest,
     digest_file,
     json_file,

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from treadle.errors import LockError
-from treadle.train.files import one_line
+from treadle.files import one_line
 
 LOCK_NAME = "train.lock"
 

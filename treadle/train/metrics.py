@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from treadle.errors import CorruptError, TrainingError
-from treadle.train.files import one_line, read_bytes, write_atomic
+from treadle.files import one_line, read_bytes, write_atomic
 
 JSONL_NAME = "metrics.jsonl"
 CSV_NAME = "metrics.csv"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treadle.errors import CheckpointError, CorruptError
+from treadle.files import json_file, leftover, one_line, write_atomic
 from treadle.train.checkpoint import (
     STATE_NAME,
     check_sizes,
@@ -18,7 +19,6 @@ from treadle.train.checkpoint import (
     read_state,
     verify_checkpoint,
 )
-from treadle.train.files import json_file, leftover, one_line, write_atomic
 
 REGISTRY_NAME = "checkpoints.json"
 CHECKPOINTS_DIR = "checkpoints"

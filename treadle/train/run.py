@@ -125,14 +125,14 @@ def _to_resume(request: Request, registry: Registry) -> tuple[Checkpoint | None,
                 load_checkpoint(found.path, require_optimizer=True, verify=False),
                 [found.note] if found.note else [],
             )
-        if registry.entries:
+        if registry.entries or registry.damaged:
             raise ConfigError(
                 f"{request.out} holds a run already, which --init-from would start over; "
                 "choose another --out"
             )
         return None, []
     if request.resume == "never":
-        if registry.entries:
+        if registry.entries or registry.damaged:
             raise ConfigError(
                 f"{request.out} holds a run already and --resume is never; choose another --out"
             )

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from treadle.errors import CheckpointError, CorruptError, NonFiniteError
-from treadle.train.files import FileDigest, json_text, one_line
+from treadle.files import FileDigest, json_text, one_line
 
 Arrays = dict[str, np.ndarray]
 

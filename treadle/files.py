@@ -7,9 +7,10 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from treadle.errors import CheckpointError, CorruptError
 
@@ -124,14 +125,25 @@ def leftover(path: Path) -> tuple[str, str] | None:
     return None if match is None else (match["name"], match["role"])
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replaces `path` by `data`: after a kill or a power cut it is the old file or the new one."""
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file that appears under `path` whole, or not at all: after a kill or a power cut
+    there is the old file or the new one."""
     temporary = temporary_sibling(path, "tmp")
     try:
-        write_synced(temporary, data)
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replaces `path` by `data`, as `atomic_file` does."""
+    with atomic_file(path) as file:
+        file.write(data)
