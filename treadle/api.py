@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,11 @@ class LanguageModel:
                 "--merges"
             )
         ids = [int(i) for i in self.tokenizer.encode(prompt)] or start_ids(self.tokenizer)
+        if max(ids) >= self.model.vocab_size:
+            raise TokenizerError(
+                f"the prompt has token id {max(ids)}, but the model's vocabulary has "
+                f"{self.model.vocab_size} ids; the tokenizer belongs to another model"
+            )
         stream = self.tokenizer.stream()
         block = self.model.block_size
 
@@ -146,8 +151,9 @@ class LanguageModel:
                 notice(f"the text is now longer than the context: the last {block} tokens count")
 
         new = generate_ids(
-            self._executable(), block, ids, tokens, sampling, self.tokenizer.eos_id, sliding
-        )
+            self._executable(), block, ids, tokens, sampling,
+            self.tokenizer.eos_id, sliding, self.tokenizer.vocab_size,
+        )  # fmt: skip
         for token in new:
             if piece := stream.push(token):
                 yield piece
@@ -227,7 +233,6 @@ class TrainingStep:
     params: tuple[str, ...]
     lr: float
     count: int = 0
-    _outputs: tuple[str, ...] = field(default=())
 
     def __call__(self, **inputs: np.ndarray) -> float:
         """One optimizer step on `inputs`; returns the loss."""

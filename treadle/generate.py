@@ -85,19 +85,20 @@ class Sampling:
     def draw(self, logits: np.ndarray, index: int) -> int:
         """The token drawn from logits [V] as the index-th of the text: a function of the seed.
 
-        Ties go to the lower token id. ConfigError when no logit is finite.
+        Ties go to the lower token id. ConfigError when the largest logit is not finite.
         """
         logits = np.asarray(logits, np.float64)
-        if not np.isfinite(logits).any() or np.isnan(logits).any():
+        if not np.isfinite(np.max(logits)):
             raise ConfigError("the model's logits are not finite; its weights are damaged")
         if self.temperature == 0:
             return int(np.argmax(logits))
         order = np.argsort(-logits, kind="stable")
         if self.top_k:
             order = order[: self.top_k]
-        scaled = logits[order] / self.temperature
-        p = np.exp(scaled - scaled[0])
-        cumulative = np.cumsum(p) / np.sum(p)
+        with np.errstate(over="ignore"):  # a tiny temperature leaves nothing but the best
+            p = np.exp((logits[order] - logits[order[0]]) / self.temperature)
+        cumulative = np.cumsum(p)
+        cumulative /= cumulative[-1]
         if self.top_p < 1:
             kept = int(np.searchsorted(cumulative, self.top_p)) + 1
             cumulative = cumulative[:kept] / cumulative[kept - 1 : kept]
@@ -127,17 +128,22 @@ def generate_ids(
     sampling: Sampling,
     stop: int | None = None,
     on_window: Callable[[], None] | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[int]:
     """Yield up to `tokens` new ids after a prompt of at least one.
 
     Ends after `stop` was drawn (which is not yielded). Once the text is longer than block_size the
-    model sees its last block_size tokens; on_window is called when that begins.
+    model sees its last block_size tokens; on_window is called when that begins. vocab_size: of the
+    tokenizer; ids from there on are a model's padding and are never drawn.
     """
     ids = list(prompt)
+    whole = True
     for index in range(tokens):
-        if len(ids) == block_size + 1 and on_window is not None:
-            on_window()
-        token = sampling.draw(next_logits(executable, block_size, ids), index)
+        if whole and len(ids) > block_size:
+            whole = False
+            if on_window is not None:
+                on_window()
+        token = sampling.draw(next_logits(executable, block_size, ids)[:vocab_size], index)
         if token == stop:
             return
         ids.append(token)

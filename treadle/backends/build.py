@@ -273,8 +273,8 @@ def build(
     """Compiles the libraries into `target_dir` and returns one result an instruction set.
 
     Compiling uses all processors; what has not changed is taken from `cache_dir` (default:
-    `build/kernels` of a source tree, otherwise a temporary folder). Raises ValueError for an unknown
-    name in `isas`.
+    `build/kernels` of a source tree, otherwise a temporary folder). Raises ValueError for an
+    unknown name in `isas`.
     """
     compiler = find_compiler(openmp)
     if compiler is None:

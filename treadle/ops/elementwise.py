@@ -255,7 +255,8 @@ class ActivationGrad(Op):
 
 # ---------------------------------------------------------------- sum over leading dimensions
 
-# One task sums SUM_ROWS rows of SUM_COLUMNS columns; partial sums combine in a fixed tree.
+# One task sums SUM_ROWS rows of SUM_COLUMNS columns (more rows where there are fewer columns);
+# partial sums combine in a fixed tree.
 SUM_ROWS = 64
 SUM_COLUMNS = 256
 
@@ -297,7 +298,7 @@ class SumLeading(Op):
         assert x is not None
         columns = max(1, y.size)
         rows = x.size // columns
-        parts = blocks(rows, SUM_ROWS)
+        parts = blocks(rows, SUM_ROWS * max(1, SUM_COLUMNS // columns))
         across = blocks(columns, SUM_COLUMNS)
         partial = Temp(parts * columns * 4, "partial")
         dims = [rows, columns, parts]

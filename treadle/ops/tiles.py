@@ -18,9 +18,10 @@ COLUMNS = 128
 COLUMN_UNIT = 32
 # Up to this many tasks are made where each keeps enough multiply-adds to be worth dealing out.
 TASKS = 32
-TASK_WORK = 1 << 20
-# With more rows than this and more than one column block, A is packed once, beforehand.
-PACK_ROWS = 32
+TASK_WORK = 1 << 21
+# Groups are not made smaller than this. With more rows and several column blocks, A is packed
+# once, beforehand.
+FEW_ROWS = 48
 # The tallest register tile: panels of A round up to at most this many rows more.
 TILE_ROWS = 14
 FLOAT_BYTES = 4
@@ -55,10 +56,11 @@ def matmul_tiles(m: int, n: int, k: int) -> Tiles:
     groups, width = ceil(m / ROWS), COLUMNS // COLUMN_UNIT
     blocks = ceil(units / width)
     while groups * blocks < TASKS and m * n * k >= 2 * TASK_WORK * groups * blocks:
-        if width > 1 and blocks < units:
+        rows = m / groups
+        if width > 1 and (n > COLUMNS or rows <= 2 * FEW_ROWS):
             width -= 1
             blocks = ceil(units / width)
-        elif m > 2 * TILE_ROWS * groups:
+        elif rows > FEW_ROWS:
             groups += 1
         else:
             break
@@ -66,6 +68,6 @@ def matmul_tiles(m: int, n: int, k: int) -> Tiles:
     rows = ceil(m / groups) + TILE_ROWS
     columns = ceil(units / blocks) * COLUMN_UNIT
     depth = ceil(k / k_blocks)
-    packed = groups * rows * k if blocks > 1 and m > PACK_ROWS else 0
+    packed = groups * rows * k if blocks > 1 and m > FEW_ROWS else 0
     scratch = depth * columns + rows * columns + (0 if packed else rows * depth)
     return Tiles(groups, blocks, k_blocks, packed * FLOAT_BYTES, scratch * FLOAT_BYTES)

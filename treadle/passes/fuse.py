@@ -23,7 +23,12 @@ from treadle.ops.optim import Accumulate
 
 
 def fuse(graph: Graph) -> Graph:
-    """Rewrite the graph's nodes in place by the rules above, and return it."""
+    """Rewrite the graph's nodes in place by the rules above, and return it.
+
+    Its results must have been assigned: nodes that reach no buffer are dropped first, since a dead
+    reader would keep a rule from firing.
+    """
+    graph.prune()
     for rule in (_activation, _residual, _tied_embedding, _embedding_into, _matmul_into):
         sweep = _Sweep(graph)
         for node in list(graph.nodes):

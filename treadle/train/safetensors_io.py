@@ -82,7 +82,7 @@ def _pieces(name: str, array: np.ndarray) -> Iterator[memoryview]:
         if chunk.dtype.kind == "f" and not np.isfinite(chunk).all():
             raise NonFiniteError(
                 f"tensor {name!r} holds NaN or infinite values and is not saved; lower the "
-                "learning rate and resume from the last checkpoint"
+                "learning rate and start another run with --init-from an earlier checkpoint"
             )
         yield chunk.data.cast("B")
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import threading
 from types import FrameType
 from typing import Any
+
+STDERR = 2
+
+
+def _say(text: bytes) -> None:
+    """Writes past Python's streams, which a handler may find closed or in the middle of a write."""
+    with contextlib.suppress(OSError):
+        os.write(STDERR, text)
 
 
 class StopRequest:
@@ -24,13 +32,10 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            os.write(sys.stderr.fileno(), b"\nstopped at once; the last checkpoint is whole\n")
+            _say(b"\nstopped at once; the last checkpoint is whole\n")
             os._exit(130)
         self.requested = True
-        os.write(
-            sys.stderr.fileno(),
-            b"\nstopping after this step and saving; once more to leave at once\n",
-        )
+        _say(b"\nstopping after this step and saving; once more to leave at once\n")
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():

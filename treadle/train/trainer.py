@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from treadle.train.metrics import MetricsWriter
 from treadle.train.registry import Registry
 from treadle.train.report import Report
 from treadle.train.schedule import learning_rate
-from treadle.train.session import Session, StepResult
+from treadle.train.session import Session
 from treadle.train.signals import StopRequest
 
 SAMPLE_TOKENS = 120
@@ -30,14 +30,13 @@ SAMPLE_TOKENS = 120
 
 @dataclass
 class Outcome:
-    """How a run ended. losses: nats per token; best_val: (loss, step)."""
+    """How a run ended. Losses in nats per token; val_loss: the last one that was evaluated."""
 
     step: int
     finished: bool
     checkpoint: Path | None = None
     train_loss: float | None = None
     val_loss: float | None = None
-    val_losses: list[tuple[int, float]] = field(default_factory=list)
 
 
 class Trainer:
@@ -66,6 +65,7 @@ class Trainer:
         self.has_validation = len(dataset.val) >= 2
         self.step = 0
         self.line: dict[str, Any] | None = None  # the last step's metrics, not yet written
+        self.val_loss: float | None = None  # of this step, where it was evaluated
         self.outcome = Outcome(0, False)
         self.saved = -1  # the step of the last checkpoint
 
@@ -78,30 +78,38 @@ class Trainer:
         self.session.load_optimizer(checkpoint.optimizer)
         self.step = int(checkpoint.state["step"])
         self.line = checkpoint.state.get("line")
+        self.val_loss = checkpoint.state.get("val_loss")
+        self.outcome.train_loss = checkpoint.state.get("train_loss")
         self.metrics.truncate_to(self.step - 1 if self.line else self.step)
 
-    def save(self, val_loss: float | None = None) -> Path:
-        """Write the checkpoint of this step; every file synced before it gets its name."""
+    def save(self) -> Path:
+        """Write the checkpoint of this step; every file synced before it gets its name.
+
+        NonFiniteError when a weight is NaN or infinite; nothing is written then.
+        """
         path = self.registry.path_for(self.step)
         model, tokenizer = self.session.model, self.dataset.tokenizer
         eos = tokenizer.eos_id if tokenizer else None
-        save_checkpoint(
-            path,
-            config=model.hf_config(eos),
-            tensors=model.to_hf(self.session.weights()),
-            optimizer=self.session.optimizer_state(),
-            tokenizer_json=tokenizer.to_json() if tokenizer else None,
-            tokenizer_config=tokenizer.hf_config(model.block_size) if tokenizer else None,
-            state={
-                "step": self.step,
-                "train_loss": self.outcome.train_loss,
-                "val_loss": val_loss,
-                "config": to_dict(self.config),
-                "data": self.dataset.digest(),
-                "identity": self.session.backend.identity(),
-                "line": self.line,
-            },
-        )
+        try:
+            save_checkpoint(
+                path,
+                config=model.hf_config(eos),
+                tensors=model.to_hf(self.session.weights()),
+                optimizer=self.session.optimizer_state(),
+                tokenizer_json=tokenizer.to_json() if tokenizer else None,
+                tokenizer_config=tokenizer.hf_config(model.block_size) if tokenizer else None,
+                state={
+                    "step": self.step,
+                    "train_loss": self.outcome.train_loss,
+                    "val_loss": self.val_loss,
+                    "config": to_dict(self.config),
+                    "data": self.dataset.digest(),
+                    "identity": self.session.backend.identity(),
+                    "line": self.line,
+                },
+            )
+        except NonFiniteError as error:
+            raise NonFiniteError(f"step {self.step}: {error}") from None
         self.registry.add(self.step, keep=self.config.checkpoint.keep)
         self.outcome.checkpoint, self.saved = path, self.step
         return path
@@ -116,16 +124,16 @@ class Trainer:
         """
         end = self.steps if run_steps is None else min(self.steps, self.step + run_steps)
         began = self.step
-        if self.line is not None:
-            self._finish_step()
-        while self.step < end and not self.stop.requested:
-            self._one_step()
-            self._finish_step()
-        if self.step > began and self.saved != self.step:
-            self.save()
+        with self.metrics:
+            if self.line is not None:
+                self._finish_step()
+            while self.step < end and not self.stop.requested:
+                self._one_step()
+                self._finish_step()
+            if self.saved != self.step and (self.step > began or not self.registry.entries):
+                self.save()
         self.outcome.step = self.step
         self.outcome.finished = self.step >= self.steps and self.line is None
-        self.metrics.close()
         return self.outcome
 
     def _finish_step(self) -> None:
@@ -147,9 +155,12 @@ class Trainer:
         )
         result = self.session.step(self.step, inputs, targets, rate)
         seconds = time.perf_counter() - started
-        if not (result.applied and math.isfinite(result.loss)):
-            self._not_finite(result)
+        if not math.isfinite(result.loss):
+            self._not_finite(self.step + 1, f"the loss is {result.loss}")
+        if not result.applied:
+            self._not_finite(self.step + 1, f"the norm of the gradient is {result.grad_norm}")
         self.step += 1
+        self.val_loss = None
         self.outcome.train_loss = result.loss
         self.line = {
             "step": self.step,
@@ -164,68 +175,65 @@ class Trainer:
     def _after_step(self) -> None:
         """Evaluate, log, sample and checkpoint as far as they are due at this step."""
         every, batches = self.config.train.eval_every, self.config.train.eval_batches
-        val_loss = None
-        if every and self.step % every == 0:
-            val_loss = self._evaluate(batches)
-            if self.stop.requested and val_loss is None and self.has_validation:
-                return  # the line stays with the checkpoint and is evaluated on resume
-        self._write_line(val_loss)
+        if every and self.step % every == 0 and not self._evaluate(batches):
+            return  # the line stays with the checkpoint and is evaluated on resume
+        self._write_line()
         if self.config.train.sample_every and self.step % self.config.train.sample_every == 0:
             self._sample()
         if self.config.checkpoint.every and self.step % self.config.checkpoint.every == 0:
-            self.save(val_loss)
+            self.save()
 
     def _last(self) -> None:
         """The end of a run. The checkpoint comes first, so that nothing after it can lose it."""
         self.save()
-        val_loss = self._evaluate(None)
-        if self.stop.requested and val_loss is None and self.has_validation:
+        if not self._evaluate(None):
             return
-        self._write_line(val_loss)
-        self.save(val_loss)
+        self._write_line()
+        self.save()
         if self.config.train.sample_every:
             self._sample()
 
-    def _write_line(self, val_loss: float | None) -> None:
+    def _write_line(self) -> None:
         assert self.line is not None
         line, self.line = self.line, None
-        self.metrics.write(**line, val_loss=val_loss)
+        self.metrics.write(**line, val_loss=self.val_loss)
         self.report.step(
             self.step,
             loss=line["loss"],
             lr=line["lr"],
             tokens_per_s=line["tokens_per_s"],
-            val_loss=val_loss,
+            val_loss=self.val_loss,
         )
 
-    def _not_finite(self, result: StepResult) -> None:
-        self.save()
-        what = "gradient norm" if math.isfinite(result.loss) else "loss"
-        value = result.grad_norm if math.isfinite(result.loss) else result.loss
+    def _not_finite(self, step: int, what: str) -> NoReturn:
+        """End the run; an update that is not finite was not applied, so the weights are saved."""
+        path = self.save()
         raise NonFiniteError(
-            f"step {self.step + 1}: the {what} is {value}; that update was not applied and the "
-            f"weights before it are in {self.outcome.checkpoint}; lower optimizer.lr (now "
+            f"step {step}: {what}; the last finite weights are in {path}; lower optimizer.lr (now "
             f"{self.config.optimizer.lr:g}) or optimizer.grad_clip, and start another run with "
-            "--init-from that checkpoint"
+            "--init-from an earlier checkpoint"
         )
 
     # ---------------------------------------------------------------- evaluation and samples
 
-    def _evaluate(self, batches: int | None) -> float | None:
-        """Validation loss in nats over the first `batches` batches, all when None.
+    def _evaluate(self, batches: int | None) -> bool:
+        """Take the validation loss over the first `batches` batches, all when None.
 
-        None when there is no validation split, or when a stop was asked for meanwhile.
+        False when a stop was asked for meanwhile; there is no loss then. Nor is there one without
+        a validation split.
         """
         if not self.has_validation:
-            return None
+            return True
         session = self.session
         windows = eval_windows(self.dataset.val, session.block_size, session.micro_batch)
-        loss = session.evaluate(self._until_stop(islice(windows, batches)))
+        micro_batches = None if batches is None else batches * session.grad_accum
+        loss = session.evaluate(self._until_stop(islice(windows, micro_batches)))
         if self.stop.requested:
-            return None
-        self.outcome.val_loss = loss
-        self.outcome.val_losses.append((self.step, loss))
-        return loss
+            return False
+        if not math.isfinite(loss):
+            self._not_finite(self.step, f"the validation loss is {loss}")
+        self.val_loss = self.outcome.val_loss = loss
+        return True
 
     def _until_stop(
         self, batches: Iterator[tuple[np.ndarray, np.ndarray, int]]
@@ -262,5 +270,6 @@ class Trainer:
             tokens,
             Sampling(seed=self.config.train.seed + self.step),
             stop=tokenizer.eos_id,
+            vocab_size=tokenizer.vocab_size,
         )
         return tokenizer.decode(list(ids))
