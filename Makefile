@@ -42,7 +42,9 @@ bench: install
 
 # The part that is read: graph, ops, passes, models, trainer.
 loc:
-	@wc -l treadle/graph/*.py treadle/ops/*.py treadle/passes/*.py treadle/models/*.py treadle/train/*.py
+	@wc -l treadle/graph/*.py treadle/ops/*.py treadle/passes/*.py treadle/models/*.py \
+		treadle/train/trainer.py treadle/train/session.py treadle/train/program.py \
+		treadle/train/schedule.py
 
 build: install
 

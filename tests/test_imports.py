@@ -22,7 +22,8 @@ ALLOWED = {
     "models": {"config", "ops", "graph"},
     "backends": {"graph"},
     "data": {"config", "files"},
-    "checks": {"graph", "ops", "backends"},
+    "cases": {"graph", "ops"},
+    "checks": {"cases", "graph", "ops", "backends"},
     "generate": {"config", "data", "graph", "ops", "passes", "models", "backends", "files"},
     "train": {
         "config",

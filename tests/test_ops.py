@@ -6,7 +6,7 @@ import pytest
 
 from treadle import checks
 from treadle.backends.cpu import CpuBackend, available
-from treadle.ops.cases import Case, all_cases
+from treadle.cases import Case, all_cases
 
 CASES = all_cases()
 

@@ -16,7 +16,7 @@ from treadle.graph.autograd import gradients
 from treadle.graph.op import add_all
 from treadle.graph.program import Program
 from treadle.graph.value import FLOATS, Spec, Value, from_bfloat16, to_bfloat16
-from treadle.ops.cases import FLOAT, Case, Input
+from treadle.cases import FLOAT, Case, Input
 from treadle.ops.elementwise import copy, mul, sum_leading
 
 # The error a kernel may have on top of twice the naive one's, relative to the result's scale.
@@ -111,7 +111,10 @@ def symmetry(case: Case, backend: Backend, dtype: str) -> Check:
     for b in (NumpyBackend("float64"), NumpyBackend(), backend):
         program, names = _single(case, specs)
         runs.append(_execute(b.load(program), arrays, names))
-    checks = [_compare(*outputs, FLOOR[dtype]) for outputs in zip(*runs, strict=True)]
+    checks = [
+        _compare(oracle, naive, ours, FLOOR[dtype])
+        for oracle, naive, ours in zip(*runs, strict=True)
+    ]
     return max(checks, key=lambda check: check.error - check.limit)
 
 

@@ -3,7 +3,8 @@
 A story is one of fifteen plots (somebody wants something, meets an obstacle, gets help, and all
 ends well) whose sentences, characters, places and things are drawn at random. Thousands of stories
 share a few hundred words and no two are equal, so that a small model learns the language quickly,
-and has to generalise to do so.
+and has to generalise to do so. Heroes and friends have names of their own: that makes it much
+easier for the model to keep track of who is who.
 
 The notation of the prose below:
 
@@ -70,7 +71,7 @@ class Language:
     """The words and plots of a language, in the notation above."""
 
     labels: dict[str, Forms]  # what a gender or a tag brings: pronouns, articles, endings, verbs
-    names: dict[str, str]
+    names: dict[str, dict[str, str]]  # by role and gender
     pools: dict[str, str]
     macros: dict[str, str]
     plots: tuple[tuple[str, str, str], ...]  # tags wanted of the hero and of the friend; text
@@ -101,14 +102,15 @@ def _pick(options: Sequence[T], rng: random.Random) -> T:
 
 
 def _cast(language: str, plot: _Plot, rng: random.Random) -> dict[str, Forms]:
-    """Draw who and what the roles of a plot are; no animal, name or word is taken twice."""
+    """Draw who and what the roles of a plot are; no animal or word is taken twice."""
     grammar = LANGUAGES[language]
     cast: dict[str, Forms] = {}
     for role, animals in plot.people.items():
         animal = _pick([a for a in animals if all(a[""] != p["kind"] for p in cast.values())], rng)
         gender = _pick(animal["g"], rng)
-        names = [n for n in grammar.names[gender].split() if all(n != p[""] for p in cast.values())]
-        person = {"": _pick(names, rng), "kind": animal[""], "g": gender}
+        person = {"kind": animal[""], "g": gender}
+        if role in grammar.names:
+            person[""] = _pick(grammar.names[role][gender].split(), rng)
         cast[role] = animal | grammar.labels[gender] | person
     together = "m" if "m" in (cast["h"]["g"], cast["f"]["g"]) else "f"
     for role in plot.words:

@@ -10,8 +10,8 @@ LABELS = {
 }
 
 NAMES = {
-    "m": "Tom Ben Max Sam Leo Jack Oscar Toby Felix Hugo",
-    "f": "Lily Mia Rosie Anna Nora Ruby Daisy Ella Lucy Clara",
+    "h": {"m": "Tom Ben Max Sam Leo", "f": "Lily Mia Anna Rosie Ella"},
+    "f": {"m": "Jack Oscar Toby Felix Hugo", "f": "Nora Ruby Daisy Lucy Clara"},
 }
 
 POOLS = {

@@ -10,8 +10,8 @@ LABELS = {
 }
 
 NAMES = {
-    "m": "Nico Hugo Mateo Bruno Tomás Simón Martín Andrés Pablo Diego",
-    "f": "Lola Elena Sofía Lucía Marina Marta Clara Carmen Julia Nora",
+    "h": {"m": "Nico Hugo Mateo Tomás Pablo", "f": "Lola Elena Sofía Marta Julia"},
+    "f": {"m": "Bruno Simón Martín Andrés Diego", "f": "Lucía Marina Clara Carmen Nora"},
 }
 
 POOLS = {

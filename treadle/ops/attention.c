@@ -148,7 +148,7 @@ INLINE float *take(float **free, int64_t n) {
 
 /* ---- packing and storing -------------------------------------------------------------------------- */
 
-/* to[i][padded] = scale * from[i][size] as fp32, filled up with zeros; so are rows up to ROWS at a time. */
+/* to[i][padded] = scale * from[i][size] as fp32, filled up with zeros, rows to a multiple of ROWS. */
 static void pack(float *to, const T *from, int64_t row, int64_t rows, const sizes *s, float scale) {
     for (int64_t i = 0; i < rows; i++) {
         for (int64_t d = 0; d < s->padded; d += VL) {
@@ -328,6 +328,37 @@ static void softmax_step(float *score, int64_t rows, int64_t block, float *maxim
     vstore_f32(sum, vfma(vload_f32(sum), f, (total[0] + total[1]) + (total[2] + total[3])));
 }
 
+/* What a block of queries of one head has gathered: y transposed [d][query], not yet divided by `sum`;
+   the largest score, the sum of exponentials; and room for a tile. */
+typedef struct {
+    float *qt, *yt, *score, *keep, *maximum, *sum, *factor;
+} gathering;
+
+/* One tile: the keys from j, and the block of queries from i. */
+static void forward_tile(const gathering *g, const float *k, const float *v, const sizes *s,
+                         const dropping *drop, int64_t head, int64_t i, int64_t j) {
+    const int64_t queries = min_i64(s->block, s->time - i), keys = min_i64(s->block, s->time - j);
+    const int64_t depth = round_up(s->size, ROWS);
+    k += j * s->padded;
+    v += j * s->padded;
+    strip p = strip_at(0, queries, keys, i == j);
+    for (; p.vectors > 0; p = strip_at(p.first + p.vectors, queries, keys, i == j)) {
+        const int64_t first = p.first * VL;
+        scores(g->score, k, g->qt, p, s);
+        for (int64_t n = first; n < first + p.vectors * VL; n += VL) {
+            float *score = g->score + n, *keep = g->keep + n;
+            softmax_step(score, p.rows, s->block, g->maximum + n, g->sum + n, g->factor + n);
+            if (!drop) continue;
+            keep_factors(keep, drop, s, head, i + n, j, p.rows);
+            for (int64_t r = 0; r < p.rows * s->block; r += s->block) {
+                vstore_f32(score + r, vload_f32(score + r) * vload_f32(keep + r));
+            }
+        }
+        rescale_add_transposed(v, s->padded, g->score + first, s->block, g->yt + first, s->block, depth,
+                               p.vectors, p.keys, g->factor + first);
+    }
+}
+
 /* y, lse = attention(qkv); lse may be absent, random is absent without dropout.
    ptr: y [B,T,H*D], lse [B,H,T] fp32, qkv [B,T,(H+2K)*D], random.
    dim: T, H, K, D, T and D rounded up to whole vectors, block, splits, stream, p 2^24.
@@ -338,54 +369,44 @@ KERNEL(attention_forward) {
     const T *qkv = c->ptr[2];
     const uint32_t *random = c->ptr[3];
     const sizes s = sizes_of(c, task);
-    dropping drop = {0};
+    dropping drop;
     if (random) drop = dropping_of(c, random, s.batch);
 
     float *at = scratch;
-    float *k = take(&at, s.rows * s.padded), *v = take(&at, s.rows * s.padded);
-    float *qt = take(&at, s.padded * s.block), *ot = take(&at, s.padded * s.block);
-    float *score = take(&at, s.block * s.block), *keep = take(&at, s.block * s.block);
-    float *maximum = take(&at, s.block), *sum = take(&at, s.block), *factor = take(&at, s.block);
+    const int64_t whole = s.rows * s.padded, wide = s.block * s.padded, tile = s.block * s.block;
+    float *k = take(&at, whole), *v = take(&at, whole);
+    gathering g;
+    g.qt = take(&at, wide);
+    g.yt = take(&at, wide);
+    g.score = take(&at, tile);
+    g.keep = take(&at, tile);
+    g.maximum = take(&at, s.block);
+    g.sum = take(&at, s.block);
+    g.factor = take(&at, s.block);
 
+    const int64_t width = s.heads * s.size, seen = keys_of(&s);
     qkv += s.batch * s.time * s.row;
+    y += s.batch * s.time * width;
     const T *first = qkv + (s.heads + s.kv_head) * s.size;
-    const int64_t seen = keys_of(&s), depth = round_up(s.size, ROWS);
     pack(k, first, s.row, seen, &s, 1.0f);
     pack(v, first + s.kv_heads * s.size, s.row, seen, &s, 1.0f);
     for (int64_t h = s.kv_head * s.group; h < (s.kv_head + 1) * s.group; h++) {
         for (int64_t i = s.split * s.block; i < s.time; i += s.splits * s.block) {
             const int64_t queries = min_i64(s.block, s.time - i);
-            pack_transposed(qt, qkv + i * s.row + h * s.size, s.row, queries, &s, s.scale);
-            memset(ot, 0, (size_t)(s.padded * s.block) * sizeof(float));
-            for (int64_t n = 0; n < s.block; n++) maximum[n] = LOWEST, sum[n] = 0.0f;
+            pack_transposed(g.qt, qkv + i * s.row + h * s.size, s.row, queries, &s, s.scale);
+            memset(g.yt, 0, (size_t)wide * sizeof(float));
+            for (int64_t n = 0; n < s.block; n++) g.maximum[n] = LOWEST, g.sum[n] = 0.0f;
             for (int64_t j = 0; j <= i; j += s.block) {
-                const int64_t keys = min_i64(s.block, s.time - j);
-                strip p = strip_at(0, queries, keys, j == i);
-                for (; p.vectors > 0; p = strip_at(p.first + p.vectors, queries, keys, j == i)) {
-                    scores(score, k + j * s.padded, qt, p, &s);
-                    for (int64_t n = p.first * VL; n < (p.first + p.vectors) * VL; n += VL) {
-                        softmax_step(score + n, p.rows, s.block, maximum + n, sum + n, factor + n);
-                        if (!random) continue;
-                        keep_factors(keep + n, &drop, &s, h, i + n, j, p.rows);
-                        for (int64_t r = n; r < p.rows * s.block; r += s.block) {
-                            vstore_f32(score + r, vload_f32(score + r) * vload_f32(keep + r));
-                        }
-                    }
-                    const int64_t n = p.first * VL;
-                    rescale_add_transposed(v + j * s.padded, s.padded, score + n, s.block, ot + n,
-                                           s.block, depth, p.vectors, p.keys, factor + n);
-                }
+                forward_tile(&g, k, v, &s, random ? &drop : NULL, h, i, j);
             }
             for (int64_t n = 0; n < queries; n += VL) {
-                const vf total = vload_f32(sum + n);
-                vstore_f32(sum + n, vset(1.0f) / total);
+                const vf sum = vload_f32(g.sum + n);
+                vstore_f32(g.factor + n, vset(1.0f) / sum);
                 if (!lse) continue;
                 vstoren_f32(lse + (s.batch * s.heads + h) * s.time + i + n,
-                            vload_f32(maximum + n) + vlog(total), min_i64(VL, queries - n));
+                            vload_f32(g.maximum + n) + vlog(sum), min_i64(VL, queries - n));
             }
-            const int64_t width = s.heads * s.size;
-            store_transposed(y + (s.batch * s.time + i) * width + h * s.size, width, queries, ot, &s,
-                             sum);
+            store_transposed(y + i * width + h * s.size, width, queries, g.yt, &s, g.factor);
         }
     }
 }
@@ -417,8 +438,48 @@ static void unpack(T *to, int64_t row, int64_t rows, const float *from, const si
     }
 }
 
-/* dqkv = gradient of attention; without splits dK and dV are summed in scratch and written here, and
-   otherwise each split leaves its part of them in `partial` [task][2][rows][padded].
+/* A block of queries of one head: Q and dy as they lie and transposed, dQ transposed, lse and
+   rowsum(dy y) for each query; and room for a tile. */
+typedef struct {
+    float *q, *qt, *dqt, *dy, *dyt, *lse, *delta, *score, *dp, *keep;
+} querying;
+
+/* One tile: the keys from j and the block of queries from i add to dQ, and to dK and dV of the keys. */
+static void backward_tile(const querying *q, const float *k, const float *v, float *dk, float *dv,
+                          const sizes *s, const dropping *drop, int64_t head, int64_t i, int64_t j) {
+    const int64_t queries = min_i64(s->block, s->time - i), keys = min_i64(s->block, s->time - j);
+    const int64_t depth = round_up(s->size, ROWS), across = ceil_div(s->size, VL);
+    const int64_t rows = round_up(keys, ROWS), block = j * s->padded;
+    const int diagonal = i == j;
+    k += block;
+    v += block;
+    strip p = strip_at(0, queries, keys, diagonal);
+    for (; p.vectors > 0; p = strip_at(p.first + p.vectors, queries, keys, diagonal)) {
+        const int64_t first = p.first * VL;
+        scores(q->score, k, q->qt, p, s);
+        multiply(v, s->padded, q->dyt + first, s->block, q->dp + first, s->block, p.rows, p.vectors,
+                 s->size);
+        for (int64_t n = first; n < first + p.vectors * VL; n += VL) {
+            const vf lse = vload_f32(q->lse + n), delta = vload_f32(q->delta + n);
+            float *score = q->score + n, *dp = q->dp + n, *keep = q->keep + n;
+            if (drop) {
+                keep_factors(keep, drop, s, head, i + n, j, p.rows);
+                backward_step(score, dp, keep, p.rows, s->block, lse, delta, 1);
+            } else {
+                backward_step(score, dp, keep, p.rows, s->block, lse, delta, 0);
+            }
+        }
+        multiply_add_transposed(k, s->padded, q->dp + first, s->block, q->dqt + first, s->block, depth,
+                                p.vectors, p.keys);
+    }
+    multiply_add(q->score, s->block, q->dy, s->padded, dv + block, s->padded, rows, across, queries,
+                 diagonal);
+    multiply_add(q->dp, s->block, q->q, s->padded, dk + block, s->padded, rows, across, queries,
+                 diagonal);
+}
+
+/* dqkv = gradient of attention. Without `partial` there is one split, and dK and dV are summed in
+   scratch and written here; otherwise a task leaves its part in partial [task][2][rows][padded].
    ptr: dqkv, partial, dy, qkv, y, lse, random.  dim, num, tasks: as in the forward kernel. */
 KERNEL(attention_backward) {
     T *dqkv = c->ptr[0];
@@ -427,67 +488,54 @@ KERNEL(attention_backward) {
     const float *lse = c->ptr[5];
     const uint32_t *random = c->ptr[6];
     const sizes s = sizes_of(c, task);
-    dropping drop = {0};
+    dropping drop;
     if (random) drop = dropping_of(c, random, s.batch);
 
     float *at = scratch;
-    const int64_t whole = s.rows * s.padded, wide = s.block * s.padded;
+    const int64_t whole = s.rows * s.padded, wide = s.block * s.padded, tile = s.block * s.block;
     float *k = take(&at, whole), *v = take(&at, whole);
-    float *q = take(&at, wide), *qt = take(&at, wide), *dqt = take(&at, wide);
-    float *g = take(&at, wide), *gt = take(&at, wide);
-    float *score = take(&at, s.block * s.block), *dp = take(&at, s.block * s.block);
-    float *keep = take(&at, s.block * s.block);
-    float *delta = take(&at, s.block), *scale = take(&at, s.block);
+    querying q;
+    q.q = take(&at, wide);
+    q.qt = take(&at, wide);
+    q.dqt = take(&at, wide);
+    q.dy = take(&at, wide);
+    q.dyt = take(&at, wide);
+    q.score = take(&at, tile);
+    q.dp = take(&at, tile);
+    q.keep = take(&at, tile);
+    q.lse = take(&at, s.block);
+    q.delta = take(&at, s.block);
+    float *scale = take(&at, s.block);
     float *dk = partial ? partial + 2 * task * whole : take(&at, 2 * whole), *dv = dk + whole;
 
-    const int64_t base = s.batch * s.time, first = (s.heads + s.kv_head) * s.size;
-    const int64_t second = first + s.kv_heads * s.size, width = s.heads * s.size;
-    const int64_t seen = keys_of(&s), depth = round_up(s.size, ROWS), across = ceil_div(s.size, VL);
-    dqkv += base * s.row;
-    qkv += base * s.row;
+    const int64_t first = (s.heads + s.kv_head) * s.size, second = first + s.kv_heads * s.size;
+    const int64_t width = s.heads * s.size, seen = keys_of(&s);
+    dqkv += s.batch * s.time * s.row;
+    qkv += s.batch * s.time * s.row;
+    dy += s.batch * s.time * width;
+    y += s.batch * s.time * width;
     pack(k, qkv + first, s.row, seen, &s, 1.0f);
     pack(v, qkv + second, s.row, seen, &s, 1.0f);
     memset(dk, 0, (size_t)(2 * whole) * sizeof(float));
     for (int64_t n = 0; n < s.block; n++) scale[n] = s.scale;
     for (int64_t h = s.kv_head * s.group; h < (s.kv_head + 1) * s.group; h++) {
         for (int64_t i = s.split * s.block; i < s.time; i += s.splits * s.block) {
-            const int64_t queries = min_i64(s.block, s.time - i), head = i * s.row + h * s.size;
-            const int64_t out = (base + i) * width + h * s.size;
-            pack(q, qkv + head, s.row, queries, &s, s.scale);
-            pack_transposed(qt, qkv + head, s.row, queries, &s, s.scale);
-            pack(g, dy + out, width, queries, &s, 1.0f);
-            pack_transposed(gt, dy + out, width, queries, &s, 1.0f);
-            row_dots(delta, dy + out, y + out, width, queries, s.size);
-            memset(dqt, 0, (size_t)wide * sizeof(float));
-            for (int64_t j = 0; j <= i; j += s.block) {
-                const int64_t keys = min_i64(s.block, s.time - j), block = j * s.padded;
-                strip p = strip_at(0, queries, keys, j == i);
-                for (; p.vectors > 0; p = strip_at(p.first + p.vectors, queries, keys, j == i)) {
-                    const int64_t n = p.first * VL, end = n + p.vectors * VL;
-                    scores(score, k + block, qt, p, &s);
-                    multiply(v + block, s.padded, gt + n, s.block, dp + n, s.block, p.rows, p.vectors,
-                             s.size);
-                    for (int64_t m = n; m < end; m += VL) {
-                        const float *log_sum = lse + (s.batch * s.heads + h) * s.time + i + m;
-                        const vf l = vloadn_f32(log_sum, min_i64(VL, queries - m));
-                        const vf d = vload_f32(delta + m);
-                        if (random) {
-                            keep_factors(keep + m, &drop, &s, h, i + m, j, p.rows);
-                            backward_step(score + m, dp + m, keep + m, p.rows, s.block, l, d, 1);
-                        } else {
-                            backward_step(score + m, dp + m, keep + m, p.rows, s.block, l, d, 0);
-                        }
-                    }
-                    multiply_add_transposed(k + block, s.padded, dp + n, s.block, dqt + n, s.block,
-                                            depth, p.vectors, p.keys);
-                }
-                const int64_t rows = round_up(keys, ROWS);
-                multiply_add(score, s.block, g, s.padded, dv + block, s.padded, rows, across, queries,
-                             j == i);
-                multiply_add(dp, s.block, q, s.padded, dk + block, s.padded, rows, across, queries,
-                             j == i);
+            const int64_t queries = min_i64(s.block, s.time - i);
+            const int64_t in = i * s.row + h * s.size, out = i * width + h * s.size;
+            pack(q.q, qkv + in, s.row, queries, &s, s.scale);
+            pack_transposed(q.qt, qkv + in, s.row, queries, &s, s.scale);
+            pack(q.dy, dy + out, width, queries, &s, 1.0f);
+            pack_transposed(q.dyt, dy + out, width, queries, &s, 1.0f);
+            row_dots(q.delta, dy + out, y + out, width, queries, s.size);
+            const float *saved = lse + (s.batch * s.heads + h) * s.time + i;
+            for (int64_t n = 0; n < queries; n += VL) {
+                vstore_f32(q.lse + n, vloadn_f32(saved + n, min_i64(VL, queries - n)));
             }
-            store_transposed(dqkv + head, s.row, queries, dqt, &s, scale);
+            memset(q.dqt, 0, (size_t)wide * sizeof(float));
+            for (int64_t j = 0; j <= i; j += s.block) {
+                backward_tile(&q, k, v, dk, dv, &s, random ? &drop : NULL, h, i, j);
+            }
+            store_transposed(dqkv + in, s.row, queries, q.dqt, &s, scale);
         }
     }
     if (partial) return;

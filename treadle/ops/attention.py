@@ -267,7 +267,7 @@ class AttentionGrad(_Heads):
                 dims,
                 nums,
                 tasks=tasks,
-                scratch=self._scratch(qkv, whole=2 if partial else 4, wide=5, tiles=3, vectors=2),
+                scratch=self._scratch(qkv, whole=2 if partial else 4, wide=5, tiles=3, vectors=3),
             )
         ]
         if partial is not None:

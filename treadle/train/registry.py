@@ -141,7 +141,7 @@ class Registry:
         if reasons:
             raise CorruptError(
                 f"{self.directory}: no intact checkpoint ({reasons[0]}); restore one, or start "
-                "another run with --out"
+                "another run with --out, with --init-from where weights are left"
             )
         return None
 

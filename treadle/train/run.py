@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,6 +23,7 @@ from treadle.errors import CheckpointError, ConfigError, MismatchError
 from treadle.models.base import Model
 from treadle.train.checkpoint import Checkpoint, check_config_match, load_checkpoint
 from treadle.train.lock import RunLock
+from treadle.train.metrics import read_metrics
 from treadle.train.program import OptimizerSettings
 from treadle.train.registry import Registry, find_checkpoint
 from treadle.train.report import Report
@@ -61,7 +64,8 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
         dump_config(config, out / RUN_CONFIG)
         steps = config.train.steps or 0
         start = int(checkpoint.state["step"]) if checkpoint and checkpoint.state else 0
-        with Report(steps, start=start, stream=stream) as report:
+        report = Report(steps, start=start, stream=stream)
+        with contextlib.closing(session.executable), report:
             trainer = Trainer(config, dataset, session, out, report, stop)
             for note in notes:
                 report.say(note)
@@ -70,7 +74,8 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
             if checkpoint is not None:
                 trainer.restore(checkpoint)
                 report.say(f"resuming at step {start} from {checkpoint.path}")
-                _announce_extension(report, checkpoint, config)
+                for line in _changes(checkpoint, config, backend):
+                    report.say(line)
             else:
                 session.initialise()
                 if request.init_from:
@@ -80,7 +85,6 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
             outcome = trainer.run(request.run_steps)
             for line in closing(outcome, dataset, steps, out):
                 report.say(line)
-        session.executable.close()
     return outcome
 
 
@@ -116,6 +120,10 @@ def make_session(config: Config, model: Model, backend: backends.Backend) -> Ses
 
 def _to_resume(request: Request, registry: Registry) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from, or None for a new run; and notes to print."""
+    if request.init_from is not None and request.resume not in ("auto", "never"):
+        raise ConfigError(
+            "--init-from starts a new run and --resume PATH goes on with one; drop one of them"
+        )
     if request.resume == "auto":
         if request.init_from is None:
             found = registry.latest()
@@ -127,8 +135,8 @@ def _to_resume(request: Request, registry: Registry) -> tuple[Checkpoint | None,
             )
         if registry.entries or registry.damaged:
             raise ConfigError(
-                f"{request.out} holds a run already, which --init-from would start over; "
-                "choose another --out"
+                f"{request.out} holds a run already, which --init-from would start over; choose "
+                "another --out, or drop --init-from to go on with it"
             )
         return None, []
     if request.resume == "never":
@@ -167,15 +175,23 @@ def _check_resumable(checkpoint: Checkpoint | None, config: Config, dataset: Dat
         )
 
 
-def _announce_extension(report: Report, checkpoint: Checkpoint, config: Config) -> None:
+def _changes(checkpoint: Checkpoint, config: Config, backend: backends.Backend) -> list[str]:
+    """What of a resumed run makes it differ from one at a stretch."""
     assert checkpoint.state is not None
+    lines = []
     before, now = checkpoint.state["config"]["train"]["steps"], config.train.steps
     if before != now and config.schedule.name != "constant":
-        report.say(
+        lines.append(
             f"train.steps changed from {before} to {now}: the {config.schedule.name} schedule now "
             "ends there, so the learning rate jumps at this point and the run differs from one "
             f"of {now} steps at a stretch"
         )
+    old, new = checkpoint.state["identity"], backend.identity()
+    if old != new:
+        keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        moved = ", ".join(f"{k} {old.get(k, 'none')} is now {new.get(k, 'none')}" for k in keys)
+        lines.append(f"the run began elsewhere ({moved}): from here its last bits may differ")
+    return lines
 
 
 def _initial_weights(source: str, model: Model) -> dict[str, np.ndarray]:
@@ -213,7 +229,8 @@ def closing(outcome: Outcome, dataset: Dataset, steps: int, out: Path) -> list[s
         lines.append(
             f"validation loss {outcome.val_loss:.4f}; guessing by frequency alone: {unigram:.4f}"
         )
-        best_step, best = min(((s, v) for s, v in outcome.val_losses), key=lambda pair: pair[1])
+        pairs = [(line.get("val_loss", math.nan), line["step"]) for line in read_metrics(out)]
+        best, best_step = min(pair for pair in pairs if math.isfinite(pair[0]))
         if best_step < outcome.step and outcome.val_loss > best * 1.01:
             lines.append(
                 f"validation turned upward: it was lowest, {best:.4f}, at step {best_step}; fewer "
