@@ -49,4 +49,4 @@ loc:
 build: install
 
 clean:
-	rm -rf build dist *.egg-info treadle/backends/lib/*.so
+	rm -rf build dist *.egg-info treadle/backends/lib

@@ -34,13 +34,14 @@ SMALL = (
 
 RESUMED_FILES = ("model.safetensors", "optimizer.safetensors")
 TIMES = ("tokens_per_s", "step_ms")
+WORDS = ("the", "cat", "sat", "on", "a", "red", "mat", "and", "his", "old", "dog", "ran", "far")
 
 
 def write_text(path: Path, words: int = 1200, seed: int = 0) -> Path:
-    """A text of short random sentences; the same one for the same arguments."""
+    """A text of random words; the same one for the same arguments."""
     draw = random.Random(seed)
-    vocabulary = "the cat sat on a red mat and his old dog ran far from it".split()
-    path.write_text(" ".join(draw.choice(vocabulary) for _ in range(words)), encoding="utf-8")
+    text = " ".join(draw.choice(WORDS) for _ in range(words))
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -212,7 +213,7 @@ def _hold_at(moment: str, number: int) -> None:
     if moment == "evaluate":
         Session.evaluate = held_evaluate  # type: ignore[method-assign]
     else:
-        Session.step = held_step  # type: ignore[method-assign]
+        Session.step = held_step  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -107,12 +107,12 @@ def test_matmul_of_bf16(library: ctypes.CDLL, output: type, ta: bool, tb: bool) 
     rng = np.random.default_rng(5)
     a = rounded_to_bf16(np.ascontiguousarray(operand(rng, m, k, False)))
     b = rounded_to_bf16(np.ascontiguousarray(operand(rng, k, n, False)))
-    bias = rounded_to_bf16(rng.standard_normal(n).astype(np.float32))
-    wide_a, wide_b, wide_bias = ((x.astype(np.uint32) << 16).view(np.float32) for x in (a, b, bias))
+    bias = rng.standard_normal(n).astype(np.float32)
+    wide_a, wide_b = ((x.astype(np.uint32) << 16).view(np.float32) for x in (a, b))
     a = np.ascontiguousarray(a.T).T if ta else a
     b = np.ascontiguousarray(b.T).T if tb else b
-    exact = wide_a.astype(np.float64) @ wide_b.astype(np.float64) + wide_bias
-    naive = naive_product(wide_a, wide_b) + wide_bias
+    exact = wide_a.astype(np.float64) @ wide_b.astype(np.float64) + bias
+    naive = naive_product(wide_a, wide_b) + bias
     out, pre = np.zeros((m, n), output), np.zeros((m, n), np.uint16)
     run_matmul(library, out, a, b, bias=bias, pre=pre)
     if output is np.uint16:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +101,8 @@ def test_failure_10_killed_and_resumed(
     assert_same_run(stretch, out, 60)
     for step in (40, 50):
         for name in RESUMED_FILES:
-            one, other = checkpoint(stretch, step) / name, checkpoint(out, step) / name
-            assert one.read_bytes() == other.read_bytes()
+            left, right = checkpoint(stretch, step) / name, checkpoint(out, step) / name
+            assert left.read_bytes() == right.read_bytes()
     greedy = ("--prompt", "the cat", "--tokens", 40, "--temperature", 0, "--threads", 1)
     assert run("generate", out, *greedy).out == run("generate", stretch, *greedy).out
 
@@ -331,12 +330,10 @@ def test_half_a_metrics_line_and_later_lines_are_cut(short: Path, stretch: Path)
     assert [row.split(",")[0] for row in rows] == ["step", *map(str, range(1, 61))]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a run directory of another process")
 def test_a_lost_registry_is_rebuilt(short: Path, stretch: Path) -> None:
     (short / "checkpoints.json").unlink()
     resume(short)
     assert_same_run(stretch, short, 60)
-    # Times of saving differ; everything else is told alike.
     one, two = ((out / "checkpoints.json").read_text() for out in (short, stretch))
-    times = re.compile(r'"(time|digest)": "[^"]*"')
+    times = re.compile(r'"time": "[^"]*"')
     assert times.sub("", one) == times.sub("", two)

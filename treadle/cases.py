@@ -20,6 +20,7 @@ from treadle.ops.linear import MatMul
 
 Maker = Callable[[np.random.Generator, Spec], np.ndarray]
 FLOAT = "float"  # stands for the dtype under test in a row's specs
+WIDE = "wide"  # stands for what stays exact beside it: float32 beside bfloat16
 
 
 def normal(rng: np.random.Generator, spec: Spec) -> np.ndarray:
@@ -50,7 +51,7 @@ def spread(rng: np.random.Generator, spec: Spec) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a row: shape, dtype ("float" = the dtype under test), and how to fill it."""
+    """An input of a row: shape, dtype (FLOAT or WIDE, or a dtype), and how to fill it."""
 
     shape: tuple[int, ...]
     dtype: str = FLOAT
@@ -125,17 +126,18 @@ def _linear() -> list[Case]:
     sizes = ((1, 1, 1), (1, 33, 31), (31, 1, 33), (33, 31, 1), (65, 123, 257), (123, 33, 530))
     for m, n, k in sizes:
         small = m * n * k < 40000
+        bias = Input((n,), WIDE)
         mm = MatMul
         rows.append(Case(mm(), [(m, k), (k, n)], gradient=small))
-        rows.append(Case(mm(), [(m, k), (k, n), (n,)], gradient=small))
-        rows.append(Case(mm(transpose_b=True), [(m, k), (n, k), (n,)], gradient=small))
+        rows.append(Case(mm(), [(m, k), (k, n), bias], gradient=small))
+        rows.append(Case(mm(transpose_b=True), [(m, k), (n, k), bias], gradient=small))
         rows.append(Case(mm(transpose_a=True), [(k, m), (k, n)], gradient=small))
-        rows.append(Case(mm(), [(m, k), (k, n), (n,), (m, n)]))
+        rows.append(Case(mm(), [(m, k), (k, n), bias, (m, n)]))
         rows.append(Case(mm(transpose_b=True), [(m, k), (n, k), None, (m, n)]))
         rows.append(Case(mm(transpose_a=True, dtype="float32"), [(k, m), (k, n)]))
         for kind in elementwise.ACTIVATIONS:
-            rows.append(Case(mm(activation=kind), [(m, k), (k, n), (n,)]))
-    rows.append(Case(MatMul(), [(2, 5, 7), (7, 3), (3,)], gradient=True))
+            rows.append(Case(mm(activation=kind), [(m, k), (k, n), bias]))
+    rows.append(Case(MatMul(), [(2, 5, 7), (7, 3), Input((3,), WIDE)], gradient=True))
     return rows
 
 
@@ -163,7 +165,15 @@ def _optim() -> list[Case]:
             scalars = [scalar(v) for v in (1e-2, 0.19, 0.002, 0.7, ok)]
             adam = optim.AdamW((0.9, 0.999), 1e-8, 0.1)
             rows.append(Case(adam, [(n,), (n,), (n,), moments, *scalars], False, dtypes, note=note))
+            copy = Input((n,), "bfloat16")
+            both = optim.AdamW((0.9, 0.999), 1e-8, 0.1, shadow=True)
+            vectors: list[Input | tuple[int, ...]] = [(n,), (n,), (n,), moments]
+            rows.append(Case(both, [*vectors, *scalars, copy], False, dtypes, note=note))
             scalars = [scalar(v) for v in (1e-2, 0.7, ok)]
+            both_sgd = optim.Sgd(0.9, 0.1, shadow=True)
+            rows.append(
+                Case(both_sgd, [(n,), (n,), (n,), *scalars, copy], False, dtypes, note=note)
+            )
             sgd = optim.Sgd(0.9, 0.1)
             rows.append(Case(sgd, [(n,), (n,), (n,), *scalars], False, dtypes, note=note))
             sgd = optim.Sgd(0.0, 0.1)

@@ -12,11 +12,11 @@ import numpy as np
 
 from treadle.backends.base import Backend, Executable
 from treadle.backends.numpy import NumpyBackend
+from treadle.cases import FLOAT, WIDE, Case, Input
 from treadle.graph.autograd import gradients
 from treadle.graph.op import add_all
 from treadle.graph.program import Program
-from treadle.graph.value import FLOATS, Spec, Value, from_bfloat16, to_bfloat16
-from treadle.cases import FLOAT, Case, Input
+from treadle.graph.value import FLOATS, Spec, Value, from_bfloat16, to_bfloat16, wide
 from treadle.ops.elementwise import copy, mul, sum_leading
 
 # The error a kernel may have on top of twice the naive one's, relative to the result's scale.
@@ -47,7 +47,8 @@ def inputs_of(case: Case, dtype: str) -> tuple[list[Spec | None], list[np.ndarra
             specs.append(None)
             arrays.append(None)
             continue
-        spec = Spec(entry.shape, dtype if entry.dtype == FLOAT else entry.dtype)
+        kinds = {FLOAT: dtype, WIDE: wide(dtype)}
+        spec = Spec(entry.shape, kinds.get(entry.dtype, entry.dtype))
         specs.append(spec)
         arrays.append(np.asarray(entry.make(rng, spec)))
     if case.prepare is not None:

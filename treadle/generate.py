@@ -10,8 +10,9 @@ import numpy as np
 from treadle.backends.base import Executable
 from treadle.data.tokenizer import Tokenizer
 from treadle.errors import ConfigError, TokenizerError
+from treadle.graph.op import cast
 from treadle.graph.program import Program
-from treadle.models.base import Model, read_weights
+from treadle.models.base import Model, read_weights, shadow
 from treadle.ops.embedding import select_row
 from treadle.ops.random import philox_uniform, stream_of
 from treadle.passes.fuse import fuse
@@ -41,8 +42,15 @@ def add_next_token(program: Program, model: Model) -> None:
         tokens = g.read(program.buffer(f"prompt_{t}", (1, t), "int32", "input"))
         weights = read_weights(program, g, model)
         last = select_row(model.hidden(weights, tokens), g.read(position))
-        g.assign(logits, model.logits(weights, last))
+        g.assign(logits, cast(model.logits(weights, last), "float32"))
         fuse(g)
+
+
+def write_weight(executable: Executable, name: str, array: np.ndarray) -> None:
+    """Set a weight, and its bfloat16 copy where the program has one."""
+    executable.write(name, array)
+    if shadow(name) in executable.program.buffers:
+        executable.write(shadow(name), array)
 
 
 def next_logits(executable: Executable, block_size: int, ids: Sequence[int]) -> np.ndarray:

@@ -185,6 +185,9 @@ def _units(compiler: Compiler, isa: Isa, cache: Path) -> list[_Unit]:
         flags = [*COMPILE_FLAGS, *chosen.flags, "-I", str(PACKAGE / "kernels")]
         if not compiler.windows:
             flags.append("-fPIC")
+        elif "clang" not in compiler.version:
+            # GCC does not align the stack for 32-byte vectors on Windows (its bug 54412).
+            flags.append("-Wa,-muse-unaligned-vector-move")
         if "TREADLE_ISA" in text:
             flags.append(f"-DTREADLE_ISA={isa.name}")
         if "_OPENMP" in text:
@@ -249,18 +252,23 @@ def _sweep(cache: Path, keep: set[Path]) -> None:
 
 
 def wanted_isas(compiler: Compiler, names: Iterable[str] | None = None) -> list[Isa]:
-    """What to build: `names`, else those of `TREADLE_ISA`, else all of the compiler's target."""
-    variable = os.environ.get("TREADLE_ISA", "")
-    chosen = list(names) if names is not None else [n for n in re.split(r"[,\s]+", variable) if n]
+    """What to build: `names`, else those of `TREADLE_ISA`, else all of the compiler's target.
+
+    `TREADLE_ISA` always includes the baseline: its library tells what a processor supports.
+    """
     known = [isa for isa in ISAS if isa.family == compiler.family]
-    unknown = sorted(set(chosen) - {isa.name for isa in known})
+    if names is None:
+        names = [name for name in re.split(r"[,\s]+", os.environ.get("TREADLE_ISA", "")) if name]
+        names = [*names, known[0].name] if names else [isa.name for isa in known]
+    chosen = set(names)
+    unknown = sorted(chosen - {isa.name for isa in known})
     if unknown:
         options = ", ".join(isa.name for isa in known)
         raise ValueError(
             f"[build] no instruction set {', '.join(unknown)} for {compiler.triple}; "
             f"choose from {options}"
         )
-    return [isa for isa in known if not chosen or isa.name in chosen]
+    return [isa for isa in known if isa.name in chosen]
 
 
 def build(

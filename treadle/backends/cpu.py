@@ -62,6 +62,9 @@ class Library:
     """A loaded kernel library: `isa`, its own description, and its kernels' addresses."""
 
     def __init__(self, path: Path, isa: str) -> None:
+        # Between steps idle OpenMP threads sleep: spinning ones, on a busy machine, are put aside
+        # just when they hold a task. OpenMP reads the variable once, when it is loaded.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         try:
             self.handle = ctypes.CDLL(str(path))
         except OSError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
+from typing import Any
 
 # name: (module, one line of help). The order is that of `treadle --help`.
 COMMANDS = {
@@ -24,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in args
     args = [a for a in args if a != "--debug"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # text that an old terminal cannot show
     try:
         return _run(args)
     except KeyboardInterrupt:
@@ -37,16 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    import click
     import typer
 
+    # Typer's errors of usage have no public name, and came from click in older versions.
+    usage_error: Any = typer.BadParameter.__mro__[1]
     wanted = next((a for a in args if not a.startswith("-")), None)
     app = typer.Typer(
         name="treadle",
         help="Train small language models from scratch on the machine you have.",
         epilog="Every command explains itself with --help; --debug shows tracebacks.",
         add_completion=False,
-        no_args_is_help=True,
         rich_markup_mode=None,
     )
     for name, (module, text) in COMMANDS.items():
@@ -64,16 +69,15 @@ def _run(args: list[str]) -> int:
             raise typer.Exit
 
     try:
-        code = typer.main.get_command(app).main(args, "treadle", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        return 0
-    except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx else "treadle"
+        command_line = typer.main.get_command(app)
+        code = command_line.main(args or ["--help"], "treadle", standalone_mode=False)
+    except usage_error as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "treadle"
         message = " ".join(error.format_message().split())
         print(f"treadle: error: {message} (see {where} --help)", file=sys.stderr)
         return 2
-    except click.Abort:
+    except typer.Abort:
         return 130
     return code if isinstance(code, int) else 0
 

@@ -27,17 +27,19 @@ def command(
     """Write text with a trained model: a run's best checkpoint, a checkpoint, or one file."""
     from treadle.api import load
     from treadle.generate import Sampling
+    from treadle.train.report import is_terminal, printable
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     model = load(source, device=device, threads=threads, tokenizer=tokenizer, vocab=vocab,
                  merges=merges)  # fmt: skip
     out = sys.stdout
+    shown = printable if is_terminal(out) else str  # no text may steer the terminal
     for note in model.notes:
         print(f"treadle: {note}", file=sys.stderr)
-    out.write(prompt)
+    out.write(shown(prompt))
     out.flush()
     for piece in model.stream(prompt, tokens, sampling, notice=_notice):
-        out.write(piece)
+        out.write(shown(piece))
         out.flush()
     out.write("\n")
 

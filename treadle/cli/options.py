@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,24 +54,23 @@ FLAGS = {
 def with_flags(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command taking (config: Config, name: str, **own) the shared flags.
 
-    The wrapped command gets every flag of FLAGS, CONFIG and --set, and is called with the
-    configuration they make and with the name that a run on it has.
+    The wrapped command gets CONFIG, --set and every flag of FLAGS that it has not itself, and is
+    called with the configuration they make and with the name that a run on it has.
     """
-    import inspect
-
     own = {
         name: p
         for name, p in inspect.signature(function, eval_str=True).parameters.items()
         if name not in ("config", "name")
     }
-    types = {"lr": float, **dict.fromkeys(("data", "device", "precision", "tokenizer"), str)}
-    types |= dict.fromkeys(("vocab", "merges"), str)
+    shared = {name: key for name, key in FLAGS.items() if name not in own}
+    texts = ("data", "device", "precision", "tokenizer", "vocab", "merges")
+    types = {"lr": float, **dict.fromkeys(texts, str)}
     parameters = [
         inspect.Parameter(
             "config_file", inspect.Parameter.KEYWORD_ONLY, default=CONFIG, annotation=str | None
         )
     ]
-    for name, key in FLAGS.items():
+    for name, key in shared.items():
         kind = types.get(name, int)
         parameters.append(
             inspect.Parameter(
@@ -90,7 +90,7 @@ def with_flags(function: Callable[..., None]) -> Callable[..., None]:
     def command(
         config_file: str | None = None, set_: list[str] | None = None, **values: Any
     ) -> None:
-        flags = {key: values.pop(name) for name, key in FLAGS.items()}
+        flags = {key: values.pop(name) for name, key in shared.items()}
         given = {key: value for key, value in flags.items() if value is not None}
         config = load_config(config_file, set_ or [], given)
         function(config=config, name=run_name(config_file, config), **values)

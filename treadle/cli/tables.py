@@ -21,11 +21,16 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), left: in
     return "\n".join(lines)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def mebibytes(nbytes: int) -> str:
     """Bytes in MiB: `12.5 MiB`."""
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def rate(amount: float, seconds: float, digits: int = 1) -> str:
+def rate(amount: float, seconds: float) -> str:
     """Billions of `amount` a second: `182.4`; a dash when no time passed."""
-    return f"{amount / seconds / 1e9:,.{digits}f}" if seconds > 0 else "-"
+    return f"{amount / seconds / 1e9:,.1f}" if seconds > 0 else "-"

@@ -10,8 +10,8 @@ LABELS = {
 }
 
 NAMES = {
-    "h": {"m": "Tom Ben Max Sam Leo", "f": "Lily Mia Anna Rosie Ella"},
-    "f": {"m": "Jack Oscar Toby Felix Hugo", "f": "Nora Ruby Daisy Lucy Clara"},
+    "h": {"m": "Tom Ben Max Sam", "f": "Lily Mia Anna Rosie"},
+    "f": {"m": "Jack Oscar Felix Hugo", "f": "Nora Ruby Daisy Clara"},
 }
 
 POOLS = {
@@ -54,7 +54,7 @@ MACROS = {
         {h} was {adj.a} {h.kind} who lived {home}.|
         {Home} lived {adj.a} {h.kind} named {h}.|
         There was once {adj.a} {h.kind} named {h}. {h.His} [little|old|] house was {home}.]
-        [{h.He} [liked|loved] to {hobby}.|{h.He} [liked|loved] to {hobby1} and to {hobby2}.||]""",
+        [{h.He} [liked|loved] to {hobby}.|{h.He} [liked|loved] to {hobby1} and to {hobby2}.||||]""",
     "when": "One {day} [morning|day|afternoon]",
     "meet": """[Just then, {f} the {f.kind} came by.|
         {f.A} named {f} was passing by and stopped.|
@@ -89,12 +89,12 @@ PLOTS = (
         "",
         "",
         """<open> {h.He} had a {color} {toy} [and took it everywhere|and loved it very much|that was
-        a gift from {h.his} {family}]. <when>, the {toy} was gone! {h} looked {inside1} and
-        {inside2}, but [it was not there|{h.he} could not find it]. {h.He} [sat down and began to
-        cry|felt very sad|did not know what to do]. <meet> <wrong> "I lost my {toy}," said {h}.
-        "<calm>. [We will look for it together|Two friends see more than one|I will help you find
-        it]," said {f}. [At last|After a long time|Suddenly], {f} saw something {color} {outside}.
-        It was the {toy}! <thanks> <homeward>""",
+        a gift from {h.his} {family}]. <when>, the {toy} was gone! {h} looked {inside}, but [it was
+        not there|{h.he} could not find it]. {h.He} [sat down and began to cry|felt very sad|did not
+        know what to do]. <meet> <wrong> "I lost my {toy}," said {h}. "<calm>. [We will look for it
+        together|Two friends see more than one|I will help you find it]," said {f}. [At last|After a
+        long time|Suddenly], {f} saw something {color} {outside}. It was the {toy}! <thanks>
+        <homeward>""",
     ),
     # The wind takes something up into a tree.
     (
@@ -114,11 +114,11 @@ PLOTS = (
         "",
         """<open> {h.He} had made a {thing} all by {h.himself}, and {h.he} was very proud of it.
         <when>, [{h} fell on it|a big stone fell on it|a branch fell on it], and the {thing} broke.
-        "[Oh no|My poor {thing}]!" cried {h}, with tears in {h.his} eyes. <meet> {f.He} looked at
-        the {thing} for a while. "<calm>. [I have {thing.mend} at home|With {thing.mend} we can mend
-        it]," said {f}. They sat [under a tree|at the table|by the fire] and worked [for a long
-        time|until the evening]. [{h} held the {thing} and {f} did the rest.|] When they finished,
-        it was [even better than before|as good as new]. <thanks> <end>""",
+        "[Oh no|My poor {thing}]!" cried {h}, with tears in {h.his} eyes. <meet> "<calm>. [I have
+        {thing.mend} at home|With {thing.mend} we can mend it]," said {f}. They sat [under a tree|at
+        the table|by the fire] and worked [for a long time|until the evening]. [{h} held the {thing}
+        and {f} did the rest.|] When they finished, it was [even better than before|as good as new].
+        <thanks> <end>""",
     ),
     # The kitchen lacks something.
     (
@@ -164,23 +164,22 @@ PLOTS = (
         "",
         """<open> It was the day before the birthday of {f} the {f.kind}, and {h} wanted to give
         {f.him} a present. But {h.he} had no money. "What can I do?" {h.he} [thought|asked
-        {h.himself}]. {h.He} sat down {outside} and thought [for a long time|and thought]. Then
-        {h.he} had an idea. "I will make {gift.a}!" {h.he} said. {h} worked all [afternoon|night],
-        and then {h.he} put the present in a {color} box. In the morning, {h.he} ran to the house of
-        {f}. "Happy birthday, {f}!" {h.he} said. {f} opened the box and [smiled|jumped for joy|could
-        not believe {f.his} eyes]. "{gift.A}! It is the best present of all, because you made it,"
-        said {f}. [<end>|]""",
+        {h.himself}]. {h} sat down {outside} and thought. "I know! I will make {gift.a}!" {h.he}
+        said at last. {h.He} worked all [afternoon|night] and put the present in a {color} box. In
+        the morning, {h.he} ran to the house of {f}. "Happy birthday, {f}!" {h.he} said. {f} opened
+        the box and [smiled|jumped for joy|could not believe {f.his} eyes]. "{gift.A}! It is the
+        best present of all, because you made it," said {f}. [<end>|]""",
     ),
     # The bridge is broken.
     (
         "!swim !fly",
         "swim",
         """<open> <when>, {h} wanted to visit {h.his} {family}, who lived on the other side of the
-        river. [{h.He} carried a basket of {fruit}.|] But the rain had broken the bridge, and the water
-        was deep and [cold|fast]. "How can I cross the river?" {h.he} asked. Then {f} the {f.kind}
-        put {f.his} head out of the water. "[I can help you|I know a way]. Sit on that log and hold
-        on tight," said {f}. {h} [was a little afraid, but {h.he}|] sat on the log. {f} swam and
-        pushed [with great care|as hard as {f.he} could] until they reached the other side.
+        river. [{h.He} carried a basket of {fruit}.|] But the rain had broken the bridge, and the
+        water was deep and [cold|fast]. "How can I cross the river?" {h.he} asked. Then {f} the
+        {f.kind} put {f.his} head out of the water. "[I can help you|I know a way]. Sit on that log
+        and hold on tight," said {f}. {h} [was a little afraid, but {h.he}|] sat on the log. {f}
+        swam and pushed [with great care|as hard as {f.he} could] until they reached the other side.
         [<thanks>|"Thank you, {f}! Come and eat with us," said {h}. {h.His} {family} gave them warm
         soup and [bread|{fruit}].] <end>""",
     ),
@@ -202,12 +201,12 @@ PLOTS = (
         "",
         "",
         """<open> In spring, {h} planted a {plant} seed behind the house. Every morning {h.he} [gave
-        it water|went to look at it]. But then the days were hot and it did not rain. The well was
-        dry, and the little plant [was dying|bent its head]. "My poor plant is thirsty," said {h}
-        sadly. <meet> "<calm>. There is water in the river, and I have a [big bucket|cart]," said
-        {f}. [All that week|Day after day], they carried water from the river to the garden. [One
-        morning|At last], they had the [biggest|most beautiful] {plant} in the village. "It is yours
-        too, because you helped me," said {h}. [<end>|]""",
+        it water|went to look at it]. But then the days were hot and it did not rain. The little
+        plant [was dying|bent its head]. "My poor plant is thirsty," said {h} sadly. <meet> "<calm>.
+        There is water in the river, and I have a [big bucket|cart]," said {f}. [All that week|Day
+        after day], they carried water from the river to the garden. [One morning|At last], they had
+        the [biggest|most beautiful] {plant} in the village. "It is yours too, because you helped
+        me," said {h}. [<end>|]""",
     ),
     # The small one saves the big one.
     (
@@ -266,10 +265,10 @@ PLOTS = (
         "",
         """<open> One [clear|warm|quiet] night, {h} went for a walk [by|near] the pond. In the water
         {h.he} saw the moon. "Oh no! The moon fell into the water, and I must save it," {h.he} said.
-        {h} ran home and came back with a [net|bucket|rope]. {h.He} tried again and again, but the
-        moon [broke into pieces|always got away]. <meet> "What are you doing?" asked {f}. "I want to
-        save the moon," said {h}. "Look up," said {f} [with a smile|and laughed softly]. {h} looked
-        up, and there was the moon, high in the sky. The two friends sat in the grass and watched
-        the stars [until late|for a long time]. [<moral>|]""",
+        {h} ran home and came back with a [net|bucket|rope], but the moon [broke into pieces|always
+        got away]. <meet> "What are you doing?" asked {f}. "I want to save the moon," said {h}.
+        "Look up," said {f} [with a smile|and laughed softly]. {h} looked up, and there was the
+        moon, high in the sky. The two friends sat in the grass and watched the stars [until
+        late|for a long time]. [<moral>|]""",
     ),
 )

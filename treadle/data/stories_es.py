@@ -10,8 +10,8 @@ LABELS = {
 }
 
 NAMES = {
-    "h": {"m": "Nico Hugo Mateo Tomás Pablo", "f": "Lola Elena Sofía Marta Julia"},
-    "f": {"m": "Bruno Simón Martín Andrés Diego", "f": "Lucía Marina Clara Carmen Nora"},
+    "h": {"m": "Nico Hugo Mateo Tomás", "f": "Lola Elena Sofía Marta"},
+    "f": {"m": "Bruno Simón Andrés Diego", "f": "Lucía Clara Carmen Nora"},
 }
 
 POOLS = {
@@ -61,7 +61,7 @@ MACROS = {
         {h} era {h.un} {h.kind} {adj:h} que vivía {home}.|
         Hace mucho tiempo vivía {home} {h.un} {h.kind} {adj:h} llamad{h.o} {h}.|
         {Home} vivía {h.un} {h.kind} muy {adj:h} que se llamaba {h}.]
-        [Le gustaba [mucho|] {hobby}.|Le gustaba {hobby1} y {hobby2}.||]""",
+        [Le gustaba [mucho|] {hobby}.|Le gustaba {hobby1} y {hobby2}.||||]""",
     "when": "[Una mañana {day.f}|Un día {day}|Una tarde {day.f}]",
     "meet": """[En ese momento pasó por allí {f}, {f.el} {f.kind}.|
         {f.Un} {f.kind} que se llamaba {f} pasaba por allí y se detuvo.|
@@ -96,11 +96,11 @@ PLOTS = (
         "",
         """<open> Tenía {toy.un} {toy} {color:toy} [y {toy.lo} llevaba a todas partes|y {toy.lo}
         quería mucho|que era un regalo de su {family}]. <when>, {toy.el} {toy} desapareció. {h}
-        {toy.lo} buscó {inside1} y {inside2}, pero no {toy.lo} encontró. [Se sentó en el suelo y se
-        echó a llorar|Se puso muy triste|No sabía qué hacer]. <meet> <wrong> «He perdido mi {toy}»,
-        dijo {h}. «<calm>. [Vamos a buscar{toy.lo} junt{g.o}s|Cuatro ojos ven más que dos|Yo te
-        ayudo a buscar{toy.lo}]», dijo {f}. [Por fin|Al cabo de un rato|De pronto], {f} vio algo
-        {color} {outside}. ¡Era {toy.el} {toy}! <thanks> <homeward>""",
+        {toy.lo} buscó {inside}, pero no {toy.lo} encontró. [Se sentó en el suelo y se echó a
+        llorar|Se puso muy triste|No sabía qué hacer]. <meet> <wrong> «He perdido mi {toy}», dijo
+        {h}. «<calm>. [Vamos a buscar{toy.lo} junt{g.o}s|Cuatro ojos ven más que dos|Yo te ayudo a
+        buscar{toy.lo}]», dijo {f}. [Por fin|Al cabo de un rato|De pronto], {f} vio algo {color}
+        {outside}. ¡Era {toy.el} {toy}! <thanks> <homeward>""",
     ),
     # The wind takes something up into a tree.
     (
@@ -122,11 +122,11 @@ PLOTS = (
         """<open> Había hecho {thing.un} {thing} sin ayuda de nadie y estaba muy orgullos{h.o}.
         <when>, [{h} se cayó encima|una piedra grande le cayó encima|una rama le cayó encima] y
         {thing.el} {thing} se rompió. «¡[Qué mala suerte|Ay, mi {thing}]!», exclamó {h} con lágrimas
-        en los ojos. <meet> Miró {thing.el} {thing} durante un rato. «<calm>. [En casa tengo
-        {thing.mend}|Con {thing.mend} {thing.lo} podemos arreglar]», dijo {f}. Se sentaron [bajo un
-        árbol|a la mesa|junto al fuego] y trabajaron [mucho tiempo|hasta la noche]. [{h} sujetaba
-        {thing.el} {thing} y {f} hacía lo demás.|] Cuando terminaron, {thing.el} {thing} [estaba
-        mejor que antes|parecía nuev{thing.o}]. <thanks> <end>""",
+        en los ojos. <meet> «<calm>. [En casa tengo {thing.mend}|Con {thing.mend} {thing.lo} podemos
+        arreglar]», dijo {f}. Se sentaron [bajo un árbol|a la mesa|junto al fuego] y trabajaron
+        [mucho tiempo|hasta la noche]. [{h} sujetaba {thing.el} {thing} y {f} hacía lo demás.|]
+        Cuando terminaron, {thing.el} {thing} [estaba mejor que antes|parecía nuev{thing.o}].
+        <thanks> <end>""",
     ),
     # The kitchen lacks something.
     (
@@ -171,23 +171,25 @@ PLOTS = (
         "",
         "",
         """<open> Era la víspera del cumpleaños de {f}, {f.el} {f.kind}, y {h} quería hacerle un
-        regalo. Pero no tenía dinero. «¿Qué puedo hacer?», [pensó|se preguntó]. Se sentó {outside} y
-        pensó [durante mucho tiempo|y pensó]. Entonces tuvo una idea. «¡Haré {gift.un} {gift}!»,
-        dijo. {h} trabajó toda la [tarde|noche] y después guardó el regalo en una caja {color.f}.
-        Por la mañana corrió a casa de {f}. «¡Feliz cumpleaños, {f}!», dijo. {f} abrió la caja y
-        [sonrió|saltó de alegría|no podía creerlo]. «¡{gift.Un} {gift}! Es el mejor regalo de todos,
-        porque lo has hecho tú», dijo {f}. [<end>|]""",
+        regalo. Pero no tenía dinero. «¿Qué puedo hacer?», [pensó|se preguntó]. {h} se sentó
+        {outside} y pensó. «¡Ya lo sé! ¡Haré {gift.un} {gift}!», dijo por fin. Trabajó toda la
+        [tarde|noche] y guardó el regalo en una caja {color.f}. Por la mañana corrió a casa de {f}.
+        «¡Feliz cumpleaños, {f}!», dijo. {f} abrió la caja y [sonrió|saltó de alegría|no podía
+        creerlo]. «¡{gift.Un} {gift}! Es el mejor regalo de todos, porque lo has hecho tú», dijo
+        {f}. [<end>|]""",
     ),
     # The bridge is broken.
     (
         "!swim !fly",
         "swim",
-        """<open> <when>, {h} quiso visitar a su {family}, que vivía al otro lado del río. [Llevaba una cesta de {fruit}.|] Pero la lluvia había roto el puente y el agua [era muy profunda|bajaba
-        muy rápida]. «¿Cómo voy a cruzar el río?», se preguntó. Entonces {f}, {f.el} {f.kind}, sacó
-        la cabeza del agua. «[Yo te ayudo|Yo sé cómo]. Siéntate en ese tronco y no te sueltes», dijo
-        {f}. {h} [tenía un poco de miedo, pero|] se sentó en el tronco. {f} nadó y empujó [con mucho
-        cuidado|con todas sus fuerzas] hasta la otra orilla. [<thanks>|«¡Gracias, {f}! Ven a comer a
-        casa», dijo {h}. Su {family} les dio sopa caliente y [pan|{fruit}].] <end>""",
+        """<open> <when>, {h} quiso visitar a su {family}, que vivía al otro lado del río. [Llevaba
+        una cesta de {fruit}.|] Pero la lluvia había roto el puente y el agua [era muy
+        profunda|bajaba muy rápida]. «¿Cómo voy a cruzar el río?», se preguntó. Entonces {f}, {f.el}
+        {f.kind}, sacó la cabeza del agua. «[Yo te ayudo|Yo sé cómo]. Siéntate en ese tronco y no te
+        sueltes», dijo {f}. {h} [tenía un poco de miedo, pero|] se sentó en el tronco. {f} nadó y
+        empujó [con mucho cuidado|con todas sus fuerzas] hasta la otra orilla. [<thanks>|«¡Gracias,
+        {f}! Ven a comer a casa», dijo {h}. Su {family} les dio sopa caliente y [pan|{fruit}].]
+        <end>""",
     ),
     # Something is hard to learn.
     (
@@ -207,12 +209,12 @@ PLOTS = (
         "",
         "",
         """<open> En primavera, {h} plantó una semilla de {plant} detrás de su casa. Todas las
-        mañanas [la regaba|iba a mirarla]. Pero llegaron días de mucho calor y no llovía. El pozo se
-        secó y la pequeña planta [se moría|perdía sus hojas]. «Mi pobre planta tiene sed», dijo {h}
-        con tristeza. <meet> «<calm>. El río tiene agua y yo tengo un [cubo grande|carro]», dijo
-        {f}. [Toda la semana|Día tras día], l{g.o}s dos llevaron agua del río al jardín. [Una
-        mañana|Por fin] tuvieron {plant.el} {plant} más [grande|hermos{plant.o}] del pueblo.
-        «También es para ti, porque me has ayudado», dijo {h}. [<end>|]""",
+        mañanas [la regaba|iba a mirarla]. Pero llegaron días de mucho calor y no llovía. La pequeña
+        planta [se moría|perdía sus hojas]. «Mi pobre planta tiene sed», dijo {h} con tristeza.
+        <meet> «<calm>. El río tiene agua y yo tengo un [cubo grande|carro]», dijo {f}. [Toda la
+        semana|Día tras día], l{g.o}s dos llevaron agua del río al jardín. [Una mañana|Por fin]
+        tuvieron {plant.el} {plant} más [grande|hermos{plant.o}] del pueblo. «También es para ti,
+        porque me has ayudado», dijo {h}. [<end>|]""",
     ),
     # The small one saves the big one.
     (
@@ -271,11 +273,11 @@ PLOTS = (
         "",
         """<open> Una noche [clara|fresca|tranquila], {h} salió a pasear [junto al|cerca del]
         estanque. En el agua vio la luna, redonda y blanca. «¡Ay! La luna ha caído al agua y tengo
-        que salvarla», dijo. {h} corrió a casa y volvió con [una red|un cubo|una cuerda]. Probó una
-        y otra vez, pero la luna [se rompía en pedazos|siempre se escapaba]. <meet> «¿Qué haces?»,
-        preguntó {f}. «Quiero salvar la luna», dijo {h}. {f} [sonrió|se rio en voz baja]. «Mira
-        arriba», dijo. {h} levantó la cabeza y allí estaba la luna, en lo más alto del cielo.
-        L{g.o}s dos amig{g.o}s se sentaron en la hierba y miraron las estrellas [hasta muy
-        tarde|durante mucho tiempo]. [<moral>|]""",
+        que salvarla», dijo. {h} corrió a casa y volvió con [una red|un cubo|una cuerda]. Pero la
+        luna [se rompía en pedazos|siempre se escapaba]. <meet> «¿Qué haces?», preguntó {f}. «Quiero
+        salvar la luna», dijo {h}. {f} [sonrió|se rio en voz baja]. «Mira arriba», dijo. {h} levantó
+        la cabeza y allí estaba la luna, en lo más alto del cielo. L{g.o}s dos amig{g.o}s se
+        sentaron en la hierba y miraron las estrellas [hasta muy tarde|durante mucho tiempo].
+        [<moral>|]""",
     ),
 )

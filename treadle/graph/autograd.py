@@ -11,14 +11,15 @@ from collections.abc import Sequence
 
 from treadle.errors import GraphError
 from treadle.graph.op import Fill, add_all, cast, zeros
-from treadle.graph.value import FLOATS, Value
+from treadle.graph.value import FLOATS, Value, wide
 
 
 def gradients(loss: Value, wrt: Sequence[Value], seed: Value | None = None) -> list[Value]:
     """Append the nodes that compute d(loss)/d(wrt) and return those values.
 
     loss: a scalar of shape (). wrt: float values of the same graph. seed: the gradient flowing
-    into the loss, shape (); 1 when absent. A `wrt` that the loss does not depend on gets zeros.
+    into the loss, shape (); 1 when absent. A `wrt` that the loss does not depend on gets zeros; the
+    gradient of a bfloat16 `wrt` is float32.
     GraphError when the loss is not a scalar or a path crosses an op without a gradient.
     """
     graph = loss.graph
@@ -44,8 +45,10 @@ def gradients(loss: Value, wrt: Sequence[Value], seed: Value | None = None) -> l
         parts = pending.pop(id(value), None)
         if parts is None:
             return None
+        # What is differentiated with respect to keeps its gradient wide: float32 for bfloat16.
+        dtype = wide(value.dtype) if id(value) in wanted else value.dtype
         with graph.scope("grad"):
-            total = add_all([cast(p, value.dtype) for p in parts])
+            total = add_all([cast(p, dtype) for p in parts])
         if id(value) in wanted:
             settled[id(value)] = total
         return total
@@ -71,6 +74,6 @@ def gradients(loss: Value, wrt: Sequence[Value], seed: Value | None = None) -> l
     results = []
     for w in wrt:
         if id(w) not in settled and settle(w) is None:
-            settled[id(w)] = zeros(graph, w.shape, w.dtype)
+            settled[id(w)] = zeros(graph, w.shape, wide(w.dtype))
         results.append(settled[id(w)])
     return results

@@ -10,8 +10,8 @@ def check(graph: Graph) -> None:
     """GraphError unless the graph is well formed.
 
     Values are produced once and before use; inferred specs equal the recorded ones; names are
-    unique; a buffer's superseded content is not read, also not by the node that writes the new one, unless
-    its op works in place.
+    unique; a buffer's superseded content is not read, nor does a node read a buffer that it writes
+    unless its op works in place.
     """
 
     def fail(message: str) -> None:

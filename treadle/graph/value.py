@@ -34,6 +34,12 @@ def itemsize(dtype: str) -> int:
     return int(np.dtype(STORAGE[dtype]).itemsize)
 
 
+def wide(dtype: str) -> str:
+    """The dtype of what must stay exact beside tensors of `dtype`: statistics, losses, the
+    gradients of weights. float32 for bfloat16, else the dtype itself."""
+    return "float32" if dtype == "bfloat16" else dtype
+
+
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
     """float32 of any shape to bfloat16 bits (uint16), round to nearest even, NaN kept NaN."""
     bits = np.asarray(x, dtype=np.float32, order="C").view(np.uint32)
@@ -67,7 +73,7 @@ class Spec:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-ROLES = ("weight", "grad", "state", "input", "scalar", "output", "cache")
+ROLES = ("weight", "shadow", "grad", "state", "input", "scalar", "output", "cache")
 
 
 @dataclass(frozen=True)

@@ -176,8 +176,8 @@ EXPORT int treadle_run(const call *calls, const int64_t *first, int64_t n_phases
 
 /* ---- what this library is --------------------------------------------------------------------------- */
 
-#define TEXT_(x) #x
-#define TEXT(x) TEXT_(x)
+#define QUOTE_(x) #x
+#define QUOTE(x) QUOTE_(x)
 #if defined(__clang__)
 #define COMPILER "clang " __clang_version__
 #else
@@ -186,7 +186,7 @@ EXPORT int treadle_run(const call *calls, const int64_t *first, int64_t n_phases
 
 /* "key=value" pairs separated by "; ". */
 EXPORT const char *treadle_info(void) {
-    return "isa=" TEXT(TREADLE_ISA) "; vector=" TEXT(VL) "; compiler=" COMPILER
+    return "isa=" QUOTE(TREADLE_ISA) "; vector=" QUOTE(VL) "; compiler=" COMPILER
 #if defined(_OPENMP)
            "; openmp=yes";
 #else

@@ -93,12 +93,33 @@ class Model(ABC):
         return sum(p.size for p in self.parameters())
 
 
-def declare(program: Program, model: Model) -> None:
-    """Declare the model's weights as buffers of a program."""
+# ---------------------------------------------------------------- weights as buffers
+
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def shadow(name: str) -> str:
+    """The buffer of a weight's bfloat16 copy, where a program has one."""
+    return f"{name}.bf16"
+
+
+def declare(program: Program, model: Model, precision: str = "fp32") -> None:
+    """Declare the model's weights as buffers of a program.
+
+    The master weights are float32. With precision "bf16" matrices and embeddings also have a
+    bfloat16 copy, which the forward and backward passes read and the update keeps equal.
+    """
     for p in model.parameters():
         program.buffer(p.name, p.shape, "float32", "weight")
+        if precision == "bf16" and len(p.shape) >= 2:
+            program.buffer(shadow(p.name), p.shape, "bfloat16", "shadow")
+
+
+def read_weight(program: Program, graph: Graph, name: str) -> Value:
+    """A weight as a graph computes with it: the bfloat16 copy where there is one."""
+    return graph.read(program.buffers.get(shadow(name), program.buffers[name]))
 
 
 def read_weights(program: Program, graph: Graph, model: Model) -> dict[str, Value]:
-    """The weights as values of a graph."""
-    return {p.name: graph.read(program.buffers[p.name]) for p in model.parameters()}
+    """All weights of a model as values of a graph."""
+    return {p.name: read_weight(program, graph, p.name) for p in model.parameters()}

@@ -23,8 +23,7 @@ from treadle.graph.op import (
     suffixed,
     touched,
 )
-from treadle.graph.value import Spec, Value
-from treadle.ops.norm import statistics_dtype
+from treadle.graph.value import Spec, Value, wide
 
 # Columns of the gradient that one task adds up, for all tokens: whatever the tokens are, every
 # task has the same work.
@@ -132,7 +131,7 @@ class EmbeddingGrad(Op):
             f"dy {[*tokens.shape, 'C']}",
             list(dy.shape),
         )
-        dwte = Spec((self.vocabulary, dy.shape[2]), statistics_dtype(dy.dtype))
+        dwte = Spec((self.vocabulary, dy.shape[2]), wide(dy.dtype))
         expect_same(self.name, dwte, into)
         return (dwte,)
 
@@ -198,7 +197,7 @@ class PositionGrad(Op):
             f"dy [B, T, C] with T at most {self.positions}",
             list(dy.shape),
         )
-        return (Spec((self.positions, dy.shape[2]), statistics_dtype(dy.dtype)),)
+        return (Spec((self.positions, dy.shape[2]), wide(dy.dtype)),)
 
     def reference(self, dy: np.ndarray) -> Sequence[np.ndarray]:
         dwpe = np.zeros((self.positions, dy.shape[2]), dy.dtype)

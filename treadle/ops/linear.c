@@ -49,7 +49,7 @@ KERNEL(matmul_pack) {
 typedef struct {
     void *out; /* T, or float with OUTPUT_F32 */
     T *pre;
-    const T *bias;
+    const float *bias;
     const void *residual; /* of the output's dtype */
     int64_t stride, flags, activation;
     float scale;
@@ -65,7 +65,7 @@ INLINE void finish_rows(const epilogue *e, const float *tile, int64_t i0, int64_
     const vf scale = vset(e->scale);
     for (int64_t j = 0; j < cols; j += VL) {
         const int64_t n = min_i64(VL, cols - j);
-        const vf bias = e->bias ? vloadn(e->bias + j0 + j, n) : vzero();
+        const vf bias = e->bias ? vloadn_f32(e->bias + j0 + j, n) : vzero();
         for (int64_t i = 0; i < rows; i++) {
             const int64_t at = (i0 + i) * e->stride + j0 + j;
             vf x = vfma(vload_f32(tile + i * NR + j), scale, bias);
@@ -159,7 +159,7 @@ INLINE void few_rows(const product *p, const epilogue *e, const int m, int64_t i
     const int64_t step = p->b_col == 1 ? FEW_VECTORS * VL : VL;
     for (int64_t j = 0; j < cols; j += step) {
         const int64_t n = min_i64(step, cols - j);
-        vf total[FEW_VECTORS][FEW_ROWS];
+        vf total[FEW_VECTORS][FEW_ROWS] = {0};
         if (p->b_col != 1) {
             rows_by_rows(p, total[0], m, j0 + j, n);
         } else if (n == step) {

@@ -22,7 +22,7 @@ from treadle.graph.op import (
     suffixed,
     touched,
 )
-from treadle.graph.value import Spec, Value
+from treadle.graph.value import Spec, Value, wide
 from treadle.ops.elementwise import activation as activate
 from treadle.ops.elementwise import activation_reference, add, sum_leading
 from treadle.ops.tiles import matmul_tiles
@@ -39,7 +39,7 @@ class MatMul(Op):
     a: [..., K], or [..., M] with transpose_a: its leading dimensions are then the sum's
     (aᵀ · b over all rows, a weight's gradient).  b: [K, N], or [N, K] with transpose_b; with
     transpose_a its shape is [..., N].
-    bias: [N].  residual: y's shape.  into: a buffer of y's shape that y is added to, in place.
+    bias: [N], float32 beside bfloat16.  residual: y's shape.  into: a buffer of y's shape that y is added to, in place.
     Outputs: y [..., N] ([M, N] with transpose_a), and pre (before the activation), for backward.
     The sums are in float32 (float64 where the inputs are). f, residual and into are set by the
     fusion pass, after differentiation; only the bare product and the bias have a gradient here.
@@ -91,7 +91,8 @@ class MatMul(Op):
             )
             out = (*a.shape[:-1], b.shape[0] if self.transpose_b else b.shape[1])
         if bias is not None:
-            expect(bias.shape == out[-1:], "matmul", f"bias {list(out[-1:])}", list(bias.shape))
+            wanted = Spec(out[-1:], wide(a.dtype))
+            expect(bias == wanted, "matmul", f"a bias of {wanted}", bias)
         if residual is not None:
             expect(residual.shape == out, "matmul", f"residual {list(out)}", list(residual.shape))
         y = Spec(out, self.dtype or a.dtype)
@@ -130,11 +131,11 @@ class MatMul(Op):
             if self.transpose_a:  # db = a dy
                 db = matmul(a, dy)
             elif self.transpose_b:
-                db = matmul(dy, a, transpose_a=True, dtype="float32")
+                db = matmul(dy, a, transpose_a=True, dtype=wide(b.dtype))
             else:
-                db = matmul(a, dy, transpose_a=True, dtype="float32")
+                db = matmul(a, dy, transpose_a=True, dtype=wide(b.dtype))
         if bias is not None and needs[2]:
-            dbias = sum_leading(dy, bias.shape, "float32")
+            dbias = sum_leading(dy, bias.shape, bias.dtype)
         return (da, db, dbias)[: len(node.inputs)]
 
     def cost(self, node: Node) -> Cost:

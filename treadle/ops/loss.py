@@ -28,9 +28,8 @@ from treadle.graph.op import (
     suffixed,
     touched,
 )
-from treadle.graph.value import Spec, Value
+from treadle.graph.value import Spec, Value, wide
 from treadle.ops.elementwise import scale
-from treadle.ops.norm import statistics_dtype
 
 # Logits that one task works through, in whole rows: an exponential each, so fewer than a BLOCK.
 LOGITS_BLOCK = 4096
@@ -96,7 +95,7 @@ class CrossEntropy(Op):
 
     def infer(self, logits: Spec, targets: Spec) -> Sequence[Spec]:
         _expect_targets("cross_entropy", logits, targets)
-        dtype = statistics_dtype(logits.dtype)
+        dtype = wide(logits.dtype)
         return (Spec((), dtype), Spec((), dtype), Spec(targets.shape, dtype))
 
     def reference(self, logits: np.ndarray, targets: np.ndarray) -> Sequence[np.ndarray]:
@@ -149,7 +148,7 @@ class CrossEntropyGrad(Op):
 
     def infer(self, dloss: Spec, logits: Spec, targets: Spec, lse: Spec) -> Sequence[Spec]:
         _expect_targets(self.name, logits, targets)
-        dtype = statistics_dtype(logits.dtype)
+        dtype = wide(logits.dtype)
         expect_same(self.name, Spec((), dtype), dloss)
         expect_same(self.name, Spec(targets.shape, dtype), lse)
         return (logits,)
@@ -189,7 +188,7 @@ class MeanSquaredError(Op):
     def infer(self, y: Spec, target: Spec) -> Sequence[Spec]:
         expect_float(self.name, y)
         expect_same(self.name, y, target)
-        out = Spec((), statistics_dtype(y.dtype))
+        out = Spec((), wide(y.dtype))
         return (out, out)
 
     def reference(self, y: np.ndarray, target: np.ndarray) -> Sequence[np.ndarray]:
@@ -223,7 +222,7 @@ class MeanSquaredErrorGrad(Op):
 
     def infer(self, dloss: Spec, y: Spec, target: Spec) -> Sequence[Spec]:
         expect_same(self.name, y, target)
-        expect_same(self.name, Spec((), statistics_dtype(y.dtype)), dloss)
+        expect_same(self.name, Spec((), wide(y.dtype)), dloss)
         return (y,)
 
     def reference(

@@ -24,16 +24,11 @@ from treadle.graph.op import (
     suffixed,
     touched,
 )
-from treadle.graph.value import Spec, Value
+from treadle.graph.value import Spec, Value, wide
 from treadle.ops.elementwise import SUM_COLUMNS
 
 # Rows whose weight gradients one task adds up; the partial sums combine in a fixed tree.
 WEIGHT_ROWS = 32
-
-
-def statistics_dtype(dtype: str) -> str:
-    """The dtype of statistics, losses and weight gradients: float32, or `dtype` where wider."""
-    return "float32" if dtype == "bfloat16" else dtype
 
 
 def _expect_parameter(what: str, parameter: Spec | None, x: Spec) -> None:
@@ -41,16 +36,16 @@ def _expect_parameter(what: str, parameter: Spec | None, x: Spec) -> None:
         return
     c = x.shape[-1]
     expect(parameter.shape == (c,), "layernorm", f"{what} [{c}]", list(parameter.shape))
-    if parameter.dtype not in (x.dtype, statistics_dtype(x.dtype)):
+    if parameter.dtype not in (x.dtype, wide(x.dtype)):
         raise DTypeError(
-            f"[layernorm] expected {what} of {x.dtype} or {statistics_dtype(x.dtype)}, "
+            f"[layernorm] expected {what} of {x.dtype} or {wide(x.dtype)}, "
             f"got {parameter}; cast first"
         )
 
 
 def _expect_statistics(op: str, x: Spec, *statistics: Spec) -> None:
     for s in statistics:
-        expect_same(op, Spec(x.shape[:-1], statistics_dtype(x.dtype)), s)
+        expect_same(op, Spec(x.shape[:-1], wide(x.dtype)), s)
 
 
 def _rows(x: Value) -> list[int]:
@@ -79,7 +74,7 @@ class LayerNorm(Op):
         _expect_parameter("weight", weight, x)
         _expect_parameter("bias", bias, x)
         expect_same("layernorm", weight, bias)
-        statistics = Spec(x.shape[:-1], statistics_dtype(x.dtype))
+        statistics = Spec(x.shape[:-1], wide(x.dtype))
         return (x, statistics, statistics)
 
     def reference(
@@ -186,7 +181,7 @@ class LayerNormWeightGrad(Op):
     def infer(self, dy: Spec, x: Spec, mean: Spec, rstd: Spec) -> Sequence[Spec]:
         expect_same(self.name, x, dy)
         _expect_statistics(self.name, x, mean, rstd)
-        out = Spec(x.shape[-1:], statistics_dtype(x.dtype))
+        out = Spec(x.shape[-1:], wide(x.dtype))
         return (out, out)
 
     def reference(

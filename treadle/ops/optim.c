@@ -70,15 +70,16 @@ KERNEL(norm_combine) {
 
 /* ---- updates ----------------------------------------------------------------------------------------- */
 
-/* w[n], m[n], v[n] in place from g[n]; scalars lr, correction1, correction2, scale, ok.
-   dims n; num beta1, beta2, eps, weight_decay. */
+/* w[n], m[n], v[n] in place from g[n], and w's bf16 copy or NULL; inputs w, g, m, v and scalars lr,
+   correction1, correction2, scale, ok. dims n; num beta1, beta2, eps, weight_decay. */
 KERNEL(adamw) {
     float *w = c->ptr[0], *m = c->ptr[1], *v = c->ptr[2];
-    const float *g = c->ptr[4];
-    const float lr = *(const float *)c->ptr[7], correction1 = *(const float *)c->ptr[8];
-    const float correction2 = *(const float *)c->ptr[9], ok = *(const float *)c->ptr[11];
+    bf16 *shadow = c->ptr[3];
+    const float *g = c->ptr[5];
+    const float lr = *(const float *)c->ptr[8], correction1 = *(const float *)c->ptr[9];
+    const float correction2 = *(const float *)c->ptr[10], ok = *(const float *)c->ptr[12];
     if (ok == 0.0f) return;
-    const vf scale = vset(*(const float *)c->ptr[10]);
+    const vf scale = vset(*(const float *)c->ptr[11]);
     const vf beta2 = vset((float)c->num[1]), eps = vset((float)c->num[2]);
     const vf rest1 = vset((float)(1.0 - c->num[0])), rest2 = vset((float)(1.0 - c->num[1]));
     const vf keep = vset((float)(1.0 - lr * c->num[3]));
@@ -91,20 +92,23 @@ KERNEL(adamw) {
         mi = vfma(rest1, gi - mi, mi);
         vf vi2 = vfma(rest2 * gi, gi, beta2 * vloadn_f32(v + i, n));
         vf change = mi / vfma(vsqrt(vi2), root, eps);
-        vstoren_f32(w + i, vfma(step, change, keep * vloadn_f32(w + i, n)), n);
+        vf wi = vfma(step, change, keep * vloadn_f32(w + i, n));
+        vstoren_f32(w + i, wi, n);
+        if (shadow) vstoren_bf16(shadow + i, wi, n);
         vstoren_f32(m + i, mi, n);
         vstoren_f32(v + i, vi2, n);
     }
 }
 
-/* w[n] and, where there is one, buffer[n] in place from g[n]; scalars lr, scale, ok.
-   dims n; num momentum, weight_decay. */
+/* w[n], buffer[n] or NULL, and w's bf16 copy or NULL in place from g[n]; inputs w, g, buffer and
+   scalars lr, scale, ok. dims n; num momentum, weight_decay. */
 KERNEL(sgd) {
     float *w = c->ptr[0], *buffer = c->ptr[1];
-    const float *g = c->ptr[3];
-    const float ok = *(const float *)c->ptr[7];
+    bf16 *shadow = c->ptr[2];
+    const float *g = c->ptr[4];
+    const float ok = *(const float *)c->ptr[8];
     if (ok == 0.0f) return;
-    const vf lr = vset(-*(const float *)c->ptr[5]), scale = vset(*(const float *)c->ptr[6]);
+    const vf lr = vset(-*(const float *)c->ptr[6]), scale = vset(*(const float *)c->ptr[7]);
     const vf momentum = vset((float)c->num[0]), decay = vset((float)c->num[1]);
     int64_t end, i = share_of(c, task, c->dim[0], &end);
     for (; i < end; i += VL) {
@@ -115,7 +119,9 @@ KERNEL(sgd) {
             change = vfma(momentum, vloadn_f32(buffer + i, n), change);
             vstoren_f32(buffer + i, change, n);
         }
-        vstoren_f32(w + i, vfma(lr, change, wi), n);
+        wi = vfma(lr, change, wi);
+        vstoren_f32(w + i, wi, n);
+        if (shadow) vstoren_bf16(shadow + i, wi, n);
     }
 }
 

@@ -40,6 +40,12 @@ def _expect_master(op: str, *specs: Spec | None) -> None:
             raise DTypeError(f"[{op}] expected float32 weights and gradients, got {spec}")
 
 
+def _expect_shadow(op: str, w: Spec, shadow: Spec | None, wanted: bool) -> None:
+    expect((shadow is not None) == wanted, op, "a shadow" if wanted else "no shadow", shadow)
+    if shadow is not None:
+        expect_same(op, Spec(w.shape, "bfloat16"), shadow)
+
+
 def _expect_scalars(op: str, **scalars: Spec) -> None:
     for name, spec in scalars.items():
         expect(spec.shape == (), op, f"{name} of shape []", list(spec.shape))
@@ -105,14 +111,19 @@ class AdamW(Op):
         w ← w - lr / correction1 · m / (√v / √correction2 + eps)
 
     w, g, m, v: one shape, float32. lr, correction1 = 1 - β₁ᵗ, correction2 = 1 - β₂ᵗ, scale, ok: ().
-    Outputs: w, m, v, updated in place; unchanged where ok is 0.
+    shadow: None, or a bfloat16 buffer of w's shape, which becomes a copy of the new w.
+    Outputs: w, m, v and the shadow, updated in place; unchanged where ok is 0.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    shadow: bool = False
     name: ClassVar[str] = "adamw"
-    updates: ClassVar[dict[int, int]] = {0: 0, 1: 2, 2: 3}
+
+    @property
+    def updates(self) -> dict[int, int]:  # type: ignore[override]
+        return {0: 0, 1: 2, 2: 3} | ({3: 9} if self.shadow else {})
 
     def infer(
         self,
@@ -125,16 +136,18 @@ class AdamW(Op):
         correction2: Spec,
         scale: Spec,
         ok: Spec,
+        shadow: Spec | None = None,
     ) -> Sequence[Spec]:
         expect_same("adamw", w, g, m, v)
         _expect_master("adamw", w)
+        _expect_shadow("adamw", w, shadow, self.shadow)
         _expect_scalars(
             "adamw", lr=lr, correction1=correction1, correction2=correction2, scale=scale, ok=ok
         )
-        return (w, m, v)
+        return (w, m, v) if shadow is None else (w, m, v, shadow)
 
     def reference(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
-        w, g, m, v, lr, correction1, correction2, scale, ok = inputs
+        w, g, m, v, lr, correction1, correction2, scale, ok, *shadow = inputs
         beta1, beta2 = self.betas
         g = g * scale
         m_new = beta1 * m + (1 - beta1) * g
@@ -143,18 +156,17 @@ class AdamW(Op):
         w_new = w_new - lr / correction1 * m_new / (
             np.sqrt(v_new) / np.sqrt(correction2) + self.eps
         )
-        return tuple(
-            np.where(ok != 0, new, old) for new, old in ((w_new, w), (m_new, m), (v_new, v))
-        )
+        pairs = [(w_new, w), (m_new, m), (v_new, v), *((w_new, copy) for copy in shadow)]
+        return tuple(np.where(ok != 0, new, old) for new, old in pairs)
 
     def cost(self, node: Node) -> Cost:
         return Cost(15 * node.outputs[0].size, touched(node))
 
     def lower(self, backend: str, node: Node) -> Sequence[Launch]:
-        w = node.outputs[0]
-        args = [*node.outputs, *node.inputs]
+        w, m, v, *shadow = node.outputs
+        args = [w, m, v, shadow[0] if shadow else None, *node.inputs[:9]]
         nums = [*self.betas, self.eps, self.weight_decay]
-        return [Launch(suffixed("adamw", w.dtype), args, 3, [w.size], nums, tasks=blocks(w.size))]
+        return [Launch(suffixed("adamw", w.dtype), args, 4, [w.size], nums, tasks=blocks(w.size))]
 
 
 # ---------------------------------------------------------------- SGD
@@ -168,26 +180,37 @@ class Sgd(Op):
         w ← w - lr · buffer                    (w ← w - lr · g without momentum)
 
     w, g, buffer: one shape, float32; buffer is None when momentum is 0. lr, scale, ok: ().
-    Outputs: w and, with momentum, buffer, updated in place; unchanged where ok is 0.
+    shadow: None, or a bfloat16 buffer of w's shape, which becomes a copy of the new w.
+    Outputs: w, with momentum the buffer, and the shadow, updated in place; unchanged where ok is 0.
     """
 
     momentum: float = 0.0
     weight_decay: float = 0.0
+    shadow: bool = False
     name: ClassVar[str] = "sgd"
 
     @property
     def updates(self) -> dict[int, int]:  # type: ignore[override]
-        return {0: 0, 1: 2} if self.momentum else {0: 0}
+        sources = [0, *([2] if self.momentum else []), *([6] if self.shadow else [])]
+        return dict(enumerate(sources))
 
     def infer(
-        self, w: Spec, g: Spec, buffer: Spec | None, lr: Spec, scale: Spec, ok: Spec
+        self,
+        w: Spec,
+        g: Spec,
+        buffer: Spec | None,
+        lr: Spec,
+        scale: Spec,
+        ok: Spec,
+        shadow: Spec | None = None,
     ) -> Sequence[Spec]:
         wanted = "a momentum buffer" if self.momentum else "no buffer without momentum"
         expect((buffer is not None) == (self.momentum != 0), "sgd", wanted, buffer)
         expect_same("sgd", w, g, buffer)
         _expect_master("sgd", w)
+        _expect_shadow("sgd", w, shadow, self.shadow)
         _expect_scalars("sgd", lr=lr, scale=scale, ok=ok)
-        return (w,) if buffer is None else (w, buffer)
+        return tuple(s for s in (w, buffer, shadow) if s is not None)
 
     def reference(
         self,
@@ -197,21 +220,24 @@ class Sgd(Op):
         lr: np.ndarray,
         scale: np.ndarray,
         ok: np.ndarray,
+        shadow: np.ndarray | None = None,
     ) -> Sequence[np.ndarray]:
         change = g * scale + self.weight_decay * w
-        if buffer is None:
-            return (np.where(ok != 0, w - lr * change, w),)
-        change = self.momentum * buffer + change
-        return (np.where(ok != 0, w - lr * change, w), np.where(ok != 0, change, buffer))
+        if buffer is not None:
+            change = self.momentum * buffer + change
+        w_new = w - lr * change
+        pairs = ((w_new, w), (change, buffer), (w_new, shadow))
+        return tuple(np.where(ok != 0, new, old) for new, old in pairs if old is not None)
 
     def cost(self, node: Node) -> Cost:
         return Cost((7 if self.momentum else 5) * node.outputs[0].size, touched(node))
 
     def lower(self, backend: str, node: Node) -> Sequence[Launch]:
         w = node.outputs[0]
-        args = [w, node.outputs[1] if self.momentum else None, *node.inputs]
+        buffer = node.outputs[1] if self.momentum else None
+        args = [w, buffer, node.outputs[-1] if self.shadow else None, *node.inputs[:6]]
         nums = [self.momentum, self.weight_decay]
-        return [Launch(suffixed("sgd", w.dtype), args, 2, [w.size], nums, tasks=blocks(w.size))]
+        return [Launch(suffixed("sgd", w.dtype), args, 3, [w.size], nums, tasks=blocks(w.size))]
 
 
 # ---------------------------------------------------------------- accumulation
@@ -262,12 +288,13 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-) -> tuple[Value, Value, Value]:
-    """One AdamW step on the buffers w, m, v; returns their new contents. See AdamW."""
-    op = AdamW((float(betas[0]), float(betas[1])), float(eps), float(weight_decay))
-    inputs = (w, g, m, v, lr, correction1, correction2, scale, ok)
-    w, m, v = w.graph.apply(op, *inputs)
-    return w, m, v
+    shadow: Value | None = None,
+) -> tuple[Value, ...]:
+    """One AdamW step on the buffers w, m, v and shadow; returns their new contents. See AdamW."""
+    has = shadow is not None
+    op = AdamW((float(betas[0]), float(betas[1])), float(eps), float(weight_decay), has)
+    inputs = (w, g, m, v, lr, correction1, correction2, scale, ok, *([shadow] if has else []))
+    return w.graph.apply(op, *inputs)
 
 
 def sgd(
@@ -280,12 +307,12 @@ def sgd(
     *,
     momentum: float,
     weight_decay: float,
-) -> tuple[Value, Value | None]:
-    """One SGD step on the buffers w and, with momentum, `buffer`; returns their new contents. See
-    Sgd."""
-    op = Sgd(float(momentum), float(weight_decay))
-    outputs = w.graph.apply(op, w, g, buffer, lr, scale, ok)
-    return outputs[0], outputs[1] if momentum else None
+    shadow: Value | None = None,
+) -> tuple[Value, ...]:
+    """One SGD step on the buffers w, with momentum `buffer`, and the shadow; returns their new
+    contents. See Sgd."""
+    op = Sgd(float(momentum), float(weight_decay), shadow is not None)
+    return w.graph.apply(op, w, g, buffer, lr, scale, ok, *([] if shadow is None else [shadow]))
 
 
 def accumulate(into: Value, x: Value) -> Value:

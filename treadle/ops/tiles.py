@@ -19,8 +19,8 @@ COLUMN_UNIT = 32
 # Up to this many tasks are made where each keeps enough multiply-adds to be worth dealing out.
 TASKS = 32
 TASK_WORK = 1 << 21
-# Groups are not made smaller than this. With more rows and several column blocks, A is packed
-# once, beforehand.
+# Groups of rows stay larger than this, so that packing B for each of them is worth it. With more
+# rows and several column blocks, A is packed once, beforehand.
 FEW_ROWS = 48
 # The tallest register tile: panels of A round up to at most this many rows more.
 TILE_ROWS = 14
@@ -56,11 +56,10 @@ def matmul_tiles(m: int, n: int, k: int) -> Tiles:
     groups, width = ceil(m / ROWS), COLUMNS // COLUMN_UNIT
     blocks = ceil(units / width)
     while groups * blocks < TASKS and m * n * k >= 2 * TASK_WORK * groups * blocks:
-        rows = m / groups
-        if width > 1 and (n > COLUMNS or rows <= 2 * FEW_ROWS):
+        if width > 1 and (n > COLUMNS or m <= 2 * FEW_ROWS):
             width -= 1
             blocks = ceil(units / width)
-        elif rows > FEW_ROWS:
+        elif m > 2 * FEW_ROWS * groups:
             groups += 1
         else:
             break

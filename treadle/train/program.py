@@ -9,7 +9,7 @@ from treadle.graph.autograd import gradients
 from treadle.graph.op import Graph
 from treadle.graph.program import Program
 from treadle.graph.value import Value
-from treadle.models.base import Model, read_weights
+from treadle.models.base import Model, read_weight, read_weights, shadow
 from treadle.ops.elementwise import copy
 from treadle.ops.optim import accumulate, adamw, clip, sgd
 from treadle.passes.fuse import fuse
@@ -59,7 +59,7 @@ def train_graph(
         g = program.graph(graph_name)
         loss = build(g)
         seed = g.read(program.buffers["inv_count"])
-        grads = gradients(loss, [g.read(program.buffers[n]) for n in params], seed)
+        grads = gradients(loss, [read_weight(program, g, n) for n in params], seed)
         results = {"loss": loss} | {f"{n}.grad": d for n, d in zip(params, grads, strict=True)}
         for target, value in results.items():
             buffer = program.buffers[target]
@@ -82,17 +82,21 @@ def add_update(program: Program, decays: Mapping[str, bool], optimizer: Optimize
     lr, c1, c2 = (g.read(b[s]) for s in ("lr", "correction1", "correction2"))
     for name, decay in decays.items():
         w, dw = g.read(b[name]), grads[name]
+        copied = g.read(b[shadow(name)]) if shadow(name) in b else None
         rate = optimizer.weight_decay if decay else 0.0
         states = [g.read(b[f"{name}.{s}"]) for s in optimizer.states()]
         if optimizer.name == "adamw":
             m, v = states
             adamw(
                 w, dw, m, v, lr, c1, c2, scale, ok,
-                betas=optimizer.betas, eps=optimizer.eps, weight_decay=rate,
+                betas=optimizer.betas, eps=optimizer.eps, weight_decay=rate, shadow=copied,
             )  # fmt: skip
         else:
             buffer = states[0] if states else None
-            sgd(w, dw, buffer, lr, scale, ok, momentum=optimizer.momentum, weight_decay=rate)
+            sgd(
+                w, dw, buffer, lr, scale, ok,
+                momentum=optimizer.momentum, weight_decay=rate, shadow=copied,
+            )  # fmt: skip
 
 
 # ---------------------------------------------------------------- language models

@@ -12,7 +12,7 @@ import numpy as np
 
 from treadle.backends.base import Backend
 from treadle.data.sampler import IGNORE
-from treadle.generate import add_next_token
+from treadle.generate import add_next_token, write_weight
 from treadle.graph.program import Program
 from treadle.models.base import Model, declare
 from treadle.train.program import OptimizerSettings, add_training
@@ -29,7 +29,11 @@ class StepResult:
 
 
 class Session:
-    """See the module. batch_size: windows of an optimizer step, a multiple of grad_accum."""
+    """See the module. batch_size: windows of an optimizer step, a multiple of grad_accum.
+
+    precision: "fp32", or "bf16" for bfloat16 activations and matrix operands; master weights,
+    moments, weight gradients, statistics and losses stay float32.
+    """
 
     def __init__(
         self,
@@ -40,11 +44,14 @@ class Session:
         block_size: int,
         grad_accum: int = 1,
         seed: int = 0,
+        precision: str = "fp32",
     ) -> None:
         self.model, self.backend, self.optimizer = model, backend, optimizer
         self.block_size, self.seed = block_size, seed
         self.micro_batch, self.grad_accum = batch_size // grad_accum, grad_accum
-        self.program = build_program(model, optimizer, self.micro_batch, block_size, grad_accum > 1)
+        self.program = build_program(
+            model, optimizer, self.micro_batch, block_size, grad_accum > 1, precision
+        )
         self.executable = backend.load(self.program)
 
     # ---------------------------------------------------------------- state
@@ -52,7 +59,7 @@ class Session:
     def initialise(self) -> None:
         """Fresh weights from the seed; optimizer state zero."""
         for p in self.model.parameters():
-            self.executable.write(p.name, p.initial(self.seed))
+            write_weight(self.executable, p.name, p.initial(self.seed))
         self.load_optimizer({})
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -62,7 +69,7 @@ class Session:
     def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Set every weight."""
         for p in self.model.parameters():
-            self.executable.write(p.name, weights[p.name])
+            write_weight(self.executable, p.name, weights[p.name])
 
     def optimizer_state(self) -> dict[str, np.ndarray]:
         """Copies of the optimizer's tensors, `<parameter>.<state>`."""
@@ -122,10 +129,11 @@ def build_program(
     micro_batch: int,
     block_size: int,
     accumulates: bool,
+    precision: str = "fp32",
 ) -> Program:
     """The whole program of a training run."""
     program = Program()
-    declare(program, model)
+    declare(program, model, precision)
     add_training(program, model, optimizer, micro_batch, block_size, accumulates)
     add_next_token(program, model)
     return program
