@@ -107,7 +107,7 @@ def test_names_are_escaped_and_small_graphs_are_drawn() -> None:
     g = program.graph("a<b")
     x = g.read(program.buffer('x & "y"', (3,), "float32", "input"))
     w = g.read(program.buffer("<w>", (3,), "float32", "weight"))
-    loss = mean_squared_error(add(mul(x, w), w), x)
+    loss, _ = mean_squared_error(add(mul(x, w), w), x)
     assert len(boxes(parsed(g))) == len(g.nodes)
     program.buffer("<w>.grad", (3,), "float32", "grad")
     g.assign(program.buffers["<w>.grad"], gradients(loss, [w])[0])

@@ -26,10 +26,18 @@ import typer
 from test_imports import ALLOWED
 
 import treadle
-from treadle.backends import build
+from treadle.backends import NAMES, build
 from treadle.cli import COMMANDS, main
-from treadle.config import RESUMABLE_KEYS, Config, key_table, size_table
+from treadle.config import (
+    ARCHITECTURES,
+    PRECISIONS,
+    RESUMABLE_KEYS,
+    Config,
+    key_table,
+    size_table,
+)
 from treadle.data.stories import generate_stories
+from treadle.graph.value import ROLES
 
 ROOT = Path(__file__).resolve().parents[1]
 README, TRAINING = ROOT / "README.md", ROOT / "docs" / "training.md"
@@ -211,8 +219,9 @@ def test_the_plan_of_the_tour(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("graph micro_first") and "plan micro_first" in said
     ((_, shown),) = fences(ARCHITECTURE, "text")
     for line in shown.splitlines():
-        kernel, node = re.fullmatch(r" [| ] (\w+)\(.*\) x\d+  # (\S+)", line).groups()  # type: ignore[union-attr]
-        assert re.search(rf"{kernel}\(.* # {re.escape(node)}$", said, re.M), line
+        kernel, *buffers = re.findall(r"^[ |]*(\w+)(?=\()|(@[\w.]+)", line)
+        wanted = {kernel[0], *(buffer for _, buffer in buffers)}
+        assert any(wanted <= set(re.findall(r"@?[\w.]+", x)) for x in said.splitlines()), line
 
 
 # ---------------------------------------------------------------- adding an op
@@ -314,6 +323,17 @@ def test_dependencies() -> None:
 def test_keys_that_may_change_on_resume() -> None:
     (bullet,) = re.findall(r"What may change on resume:.*?(?=\n- )", TRAINING.read_text(), re.S)
     assert set(re.findall(r"`(\w+\.\w+)`", bullet)) == RESUMABLE_KEYS | {"data.path"}
+
+
+def test_roles_of_buffers() -> None:
+    assert set(ROLES) <= set(code_spans(ARCHITECTURE))
+
+
+def test_limits_are_as_the_readme_says() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert ("It trains in float32." in text) == (PRECISIONS == ("fp32",))
+    assert ("There is no GPU backend yet." in text) == (set(NAMES) == {"auto", "cpu", "numpy"})
+    assert ("The only architecture is GPT-2." in text) == (ARCHITECTURES == ("gpt2",))
 
 
 # ---------------------------------------------------------------- generated parts

@@ -12,11 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+import treadle
 from runs import (
     RESUMED_FILES,
     ROOT,
@@ -34,11 +37,11 @@ from runs import (
     succeed,
     write_text,
 )
-
-import treadle
 from treadle import models
+from treadle.data.sampler import eval_windows
 from treadle.data.shards import write_tokens
 from treadle.errors import BackendError
+from treadle.train import trainer
 from treadle.train.checkpoint import load_checkpoint
 from treadle.train.session import Session
 from treadle.train.trainer import Trainer
@@ -239,6 +242,41 @@ def test_failure_15_ctrl_c_once(
 
 
 @posix
+def test_killed_after_an_interrupted_evaluation(twin: Path, text: Path, tmp_path: Path) -> None:
+    """The step's line stands in its checkpoint and in the metrics too, and must not be doubled."""
+    out = tmp_path / "run"
+    command = ("train", "--data", text, *FLAGS, "--set", "checkpoint.every=0", "--out", out)
+    with held("evaluate", 1, *command) as interrupted:
+        interrupted.process.send_signal(signal.SIGINT)
+        interrupted.release()
+        assert interrupted.finish().code == 0
+    assert steps_of(out) == [10] and metrics(out)[-1]["step"] == 9
+    with held("step", 12, *command) as killed:
+        killed.process.kill()
+    assert steps_of(out) == [10] and metrics(out)[-1]["step"] == 12
+    succeed(*command)
+    assert_same_run(twin, out, 20)
+
+
+def test_ctrl_c_does_not_wait_for_an_evaluation(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for = 0
+
+    def windows(*args: Any) -> Iterator[Any]:
+        nonlocal asked_for
+        for batch in eval_windows(*args):
+            asked_for += 1
+            if asked_for == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    monkeypatch.setattr(trainer, "eval_windows", windows)
+    succeed("train", "--data", text, *FLAGS, "--out", tmp_path)
+    assert asked_for == 2 and steps_of(tmp_path)[-1] == 10
+
+
+@posix
 def test_failure_15_ctrl_c_twice(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = ("train", "--data", text, *FLAGS, "--out", out)
@@ -252,7 +290,7 @@ def test_failure_15_ctrl_c_twice(text: Path, tmp_path: Path) -> None:
         assert interrupted.process.poll() is None
         interrupted.process.send_signal(signal.SIGINT)  # and nobody releases the step
         result = interrupted.finish()
-    assert result.code == 130 and "Trace" not in result.err
+    assert result.code == 130 and "stopped at once" in result.err and "Trace" not in result.err
     assert steps_of(out) == [5] and snapshot(checkpoint(out, 5)) == before
     assert "resuming at step 5" in succeed(*command)
 

@@ -292,7 +292,7 @@ def compile(
             shape, dtype = shape
         program.buffer(name, tuple(shape), dtype, "input")
 
-    def loss(graph: Graph) -> Value:
+    def loss(graph: Graph, seed: Value) -> Value:
         values = {n: graph.read(program.buffers[n]) for n in (*params, *inputs)}
         result = fn(**values)
         return result if isinstance(result, Value) else mean(*result)

@@ -27,7 +27,16 @@ class Temp:
     name: str = "temp"
 
 
-Arg = Value | Temp | None
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Part of a tensor's memory, as a launch argument: `nbytes` bytes from `offset` on."""
+
+    base: Value | Temp
+    offset: int
+    nbytes: int
+
+
+Arg = Value | Temp | Slice | None
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from treadle.graph.check import check
-from treadle.graph.op import Arg, Cost, Graph, Launch, Node, Temp
+from treadle.graph.op import Arg, Cost, Graph, Launch, Node, Slice, Temp
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
 
@@ -23,7 +23,8 @@ def align(n: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lives: in a persistent buffer (`buffer` its name), or in the arena."""
+    """Where a tensor, or a slice of one, lives: in a persistent buffer (`buffer` its name), or in
+    the arena."""
 
     buffer: str | None
     offset: int
@@ -55,6 +56,9 @@ class Plan:
 
     def place(self, arg: Arg) -> Place | None:
         """Where a launch argument lives; None for an absent one."""
+        if isinstance(arg, Slice):
+            base = self.places[id(arg.base)]
+            return Place(base.buffer, base.offset + arg.offset, arg.nbytes)
         return None if arg is None else self.places[id(arg)]
 
     def __str__(self) -> str:
@@ -74,7 +78,8 @@ class Plan:
 def _show(place: Place | None) -> str:
     if place is None:
         return "-"
-    return f"@{place.buffer}" if place.buffer else f"+{place.offset}"
+    at = f"+{place.offset}"
+    return at if place.buffer is None else f"@{place.buffer}{at if place.offset else ''}"
 
 
 def plan(graph: Graph, backend: str | None) -> Plan:
@@ -109,9 +114,10 @@ def plan(graph: Graph, backend: str | None) -> Plan:
             launches.append(launch)
             owners.append(node)
             for arg in launch.args:
-                if isinstance(arg, Temp) and id(arg) not in temps:
-                    temps[id(arg)] = arg
-                    blocks[id(arg)] = _Block(i, i, align(arg.nbytes))
+                memory = arg.base if isinstance(arg, Slice) else arg
+                if isinstance(memory, Temp) and id(memory) not in temps:
+                    temps[id(memory)] = memory
+                    blocks[id(memory)] = _Block(i, i, align(memory.nbytes))
 
     arena = _pack(list({id(b): b for b in blocks.values()}.values()))
     places = {key: Place(None, b.offset, b.nbytes) for key, b in blocks.items()}
@@ -191,6 +197,8 @@ def _phases(plan: Plan) -> list[int]:
 
 
 def _overlap(a: Place, b: Place) -> bool:
-    return a.buffer == b.buffer and (
-        a.buffer is not None or (a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes)
+    return (
+        a.buffer == b.buffer
+        and a.offset < b.offset + b.nbytes
+        and b.offset < a.offset + a.nbytes
     )

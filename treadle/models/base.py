@@ -13,7 +13,8 @@ import numpy as np
 from treadle.graph.op import Graph
 from treadle.graph.program import Program
 from treadle.graph.value import Shape, Value
-from treadle.ops.loss import cross_entropy
+from treadle.ops.classifier import linear_cross_entropy
+from treadle.ops.linear import linear
 from treadle.ops.random import normal, stream_of
 
 Weights = Mapping[str, Value]
@@ -67,8 +68,8 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def logits(self, w: Weights, hidden: Value) -> Value:
-        """[..., C] to [..., V]."""
+    def head(self, w: Weights) -> Value:
+        """The output layer's weight, [V, C]."""
 
     @abstractmethod
     def hf_config(self, eos_id: int | None) -> dict[str, Any]:
@@ -82,11 +83,24 @@ class Model(ABC):
     def from_hf(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Weights from a checkpoint's tensors; CheckpointError where one does not fit."""
 
+    def logits(self, w: Weights, hidden: Value) -> Value:
+        """[..., C] to [..., V]."""
+        return linear(hidden, self.head(w), transpose_weight=True)
+
     def loss(
-        self, w: Weights, tokens: Value, targets: Value, random: Value | None = None
+        self,
+        w: Weights,
+        tokens: Value,
+        targets: Value,
+        random: Value | None = None,
+        seed: Value | None = None,
     ) -> tuple[Value, Value]:
-        """Sum of the cross-entropy over targets that are not ignored, and their count."""
-        return cross_entropy(self.logits(w, self.hidden(w, tokens, random)), targets)
+        """Sum of the cross-entropy over targets that are not ignored, and their count.
+
+        seed: for training, the gradient of that sum, with which differentiation begins; shape ().
+        """
+        hidden = self.hidden(w, tokens, random)
+        return linear_cross_entropy(hidden, self.head(w), targets, seed)
 
     def n_parameters(self) -> int:
         """Number of trained numbers."""

@@ -108,9 +108,8 @@ class GPT2(Model):
         m = self._linear(w, m, f"{h}.mlp.c_proj")
         return add(x, self._drop(m, random, f"{h}.mlp.resid"))
 
-    def logits(self, w: Weights, hidden: Value) -> Value:
-        head = "transformer.wte.weight" if self.tie_embeddings else "lm_head.weight"
-        return linear(hidden, w[head], transpose_weight=True)
+    def head(self, w: Weights) -> Value:
+        return w["transformer.wte.weight" if self.tie_embeddings else "lm_head.weight"]
 
     def _norm(self, w: Weights, x: Value, name: str) -> Value:
         return layernorm(x, w[f"{name}.weight"], w.get(f"{name}.bias"), eps=EPS)

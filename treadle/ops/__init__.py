@@ -2,6 +2,7 @@
 
 from treadle.graph.op import cast, zeros
 from treadle.ops.attention import attention
+from treadle.ops.classifier import linear_cross_entropy
 from treadle.ops.elementwise import (
     activation,
     add,
@@ -38,6 +39,7 @@ __all__ = [
     "gelu_erf",
     "layernorm",
     "linear",
+    "linear_cross_entropy",
     "matmul",
     "mean",
     "mean_squared_error",

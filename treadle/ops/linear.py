@@ -11,6 +11,7 @@ import numpy as np
 
 from treadle.errors import DTypeError
 from treadle.graph.op import (
+    Arg,
     Cost,
     Launch,
     Node,
@@ -39,7 +40,8 @@ class MatMul(Op):
     a: [..., K], or [..., M] with transpose_a: its leading dimensions are then the sum's
     (aᵀ · b over all rows, a weight's gradient).  b: [K, N], or [N, K] with transpose_b; with
     transpose_a its shape is [..., N].
-    bias: [N], float32 beside bfloat16.  residual: y's shape.  into: a buffer of y's shape that y is added to, in place.
+    bias: [N], float32 beside bfloat16.  residual: y's shape.  into: a buffer of y's shape that y
+    is added to, in place.
     Outputs: y [..., N] ([M, N] with transpose_a), and pre (before the activation), for backward.
     The sums are in float32 (float64 where the inputs are). f, residual and into are set by the
     fusion pass, after differentiation; only the bare product and the bias have a gradient here.
@@ -147,39 +149,78 @@ class MatMul(Op):
         a, b, bias, residual = (*node.inputs, None, None)[:4]
         assert a is not None and b is not None
         y = node.outputs[0]
-        m, n, k = self.sizes(a.spec, b.spec)
-        tiles = matmul_tiles(m, n, k)
-        packed = Temp(tiles.packed_bytes, "packed") if tiles.packed_bytes else None
-        a_strides = (1, m) if self.transpose_a else (k, 1)
-        b_strides = (1, k) if self.transpose_b else (n, 1)
-        flags = ACCUMULATE * bool(self.updates) + OUTPUT_FLOAT32 * (y.dtype == "float32")
-        launches = []
-        if packed is not None:
-            launches.append(
-                Launch(
-                    suffixed("matmul_pack", a.dtype),
-                    [packed, a],
-                    1,
-                    [m, k, *a_strides, tiles.groups, tiles.k_blocks],
-                    tasks=tiles.pack_tasks,
-                )
-            )
+        return matmul_launches(
+            *(y, a, b, self.sizes(a.spec, b.spec), a.dtype, y.dtype),
+            transpose_a=self.transpose_a,
+            transpose_b=self.transpose_b,
+            bias=bias,
+            activation=self.activation,
+            pre=node.out(1) if self.activation else None,
+            residual=residual,
+            accumulate=bool(self.updates),
+        )
+
+
+def matmul_launches(
+    y: Arg,
+    a: Arg,
+    b: Arg,
+    sizes: tuple[int, int, int],
+    dtype: str,
+    y_dtype: str,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    a_stride: int | None = None,
+    bias: Arg = None,
+    activation: str | None = None,
+    pre: Arg = None,
+    residual: Arg = None,
+    accumulate: bool = False,
+    packed: Temp | None = None,
+) -> list[Launch]:
+    """The launches of one product: y = f(A · B + bias) + residual, added to y with `accumulate`.
+
+    sizes: M, N, K.  dtype: of a, b and pre.  a_stride: elements from one row of a, as it lies in
+    memory, to the next, where that is more than its row.  packed: memory for panels that products
+    share which run one after another; it grows to what this one needs.
+    """
+    m, n, k = sizes
+    tiles = matmul_tiles(m, n, k)
+    panels = None
+    if tiles.packed_bytes:
+        panels = packed or Temp(0, "packed")
+        panels.nbytes = max(panels.nbytes, tiles.packed_bytes)
+    a_strides = (1, a_stride or m) if transpose_a else (a_stride or k, 1)
+    b_strides = (1, k) if transpose_b else (n, 1)
+    flags = ACCUMULATE * accumulate + OUTPUT_FLOAT32 * (y_dtype == "float32")
+    launches = []
+    if panels is not None:
         launches.append(
             Launch(
-                suffixed("matmul", a.dtype),
-                [y, node.out(1) if self.activation else None, a, b, bias, residual, packed],
-                2,
-                [
-                    *(m, n, k, *a_strides, *b_strides, n),
-                    *(tiles.groups, tiles.column_blocks, tiles.k_blocks),
-                    *(ACTIVATION_CODES[self.activation], flags),
-                ],
-                [1.0],
-                tasks=tiles.tasks,
-                scratch=tiles.scratch_bytes,
+                suffixed("matmul_pack", dtype),
+                [panels, a],
+                1,
+                [m, k, *a_strides, tiles.groups, tiles.k_blocks],
+                tasks=tiles.pack_tasks,
             )
         )
-        return launches
+    launches.append(
+        Launch(
+            suffixed("matmul", dtype),
+            [y, pre, a, b, bias, residual, panels],
+            2,
+            [
+                *(m, n, k, *a_strides, *b_strides, n),
+                *(tiles.groups, tiles.column_blocks, tiles.k_blocks),
+                *(ACTIVATION_CODES[activation], flags),
+            ],
+            [1.0],
+            tasks=tiles.tasks,
+            scratch=tiles.scratch_bytes,
+        )
+    )
+    return launches
 
 
 @dataclass(frozen=True)

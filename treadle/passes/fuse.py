@@ -8,6 +8,7 @@ identity, so that whatever reads them stays valid; only the nodes that produce t
     embedding_grad, sum         -> embedding_grad into the other term (tied embeddings)
     embedding_grad, accumulate  -> embedding_grad into the buffer
     matmul, accumulate          -> matmul into the buffer
+    linear_cross_entropy, accumulate -> the same with its weight's gradient into the buffer
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 from treadle.graph.op import Graph, Node, Op, Sum
 from treadle.graph.value import Value
 from treadle.ops.elementwise import Activation, Add
+from treadle.ops.classifier import LinearCrossEntropy, LinearCrossEntropyInto
 from treadle.ops.embedding import EmbeddingGrad
 from treadle.ops.linear import MatMul, MatMulInto
 from treadle.ops.optim import Accumulate
@@ -29,7 +31,8 @@ def fuse(graph: Graph) -> Graph:
     reader would keep a rule from firing.
     """
     graph.prune()
-    for rule in (_activation, _residual, _tied_embedding, _embedding_into, _matmul_into):
+    rules = (_activation, _residual, _tied_embedding, _embedding_into, _matmul_into)
+    for rule in (*rules, _classifier_into):
         sweep = _Sweep(graph)
         for node in list(graph.nodes):
             rule(sweep, node)
@@ -95,9 +98,9 @@ class _Sweep:
         self.graph.relink()
 
 
-def _producer(value: Value | None, op: type[Op]) -> Node | None:
-    """The node of just this op whose first output `value` is; None where it lives in a buffer."""
-    if value is None or value.buffer is not None or value.node is None or value.index != 0:
+def _producer(value: Value | None, op: type[Op], index: int = 0) -> Node | None:
+    """The node of just this op whose output `index` the value is; None where it lives in a buffer."""
+    if value is None or value.buffer is not None or value.node is None or value.index != index:
         return None
     return value.node if type(value.node.op) is op else None
 
@@ -241,3 +244,17 @@ def _matmul_into(sweep: _Sweep, node: Node) -> None:
     inputs = (*(*product.inputs, None, None)[:4], into)
     op = MatMulInto(**product.op.attributes())
     sweep.replace((product, node), (Node(op, inputs, node.outputs, product.name),), at)
+
+
+def _classifier_into(sweep: _Sweep, node: Node) -> None:
+    if not isinstance(node.op, Accumulate):
+        return
+    into, value = node.inputs
+    classifier = _producer(value, LinearCrossEntropy, index=3)
+    # Its other outputs are read on the way, so it stays where it is.
+    if classifier is None or _position(sweep, classifier, node) != sweep.place[id(classifier)]:
+        return
+    op = LinearCrossEntropyInto(**classifier.op.attributes())
+    outputs = (*classifier.outputs[:3], node.outputs[0])
+    made = Node(op, (*classifier.inputs, into), outputs, classifier.name)
+    sweep.replace((classifier, node), (made,), sweep.place[id(classifier)])

@@ -42,11 +42,12 @@ def train_graph(
     program: Program,
     params: Sequence[str],
     optimizer: OptimizerSettings,
-    build: Callable[[Graph], Value],
+    build: Callable[[Graph, Value], Value],
     accumulates: bool = False,
 ) -> None:
     """Graph `micro_first`: the loss that `build` returns, shape (), and d(loss · inv_count) of each
-    parameter into `<parameter>.grad`; with `accumulates` also `micro`, which adds to both."""
+    parameter into `<parameter>.grad`; with `accumulates` also `micro`, which adds to both. `build`
+    is called with the graph and inv_count, the gradient of the loss."""
     for name in SCALARS:
         program.buffer(name, (), "float32", "scalar")
     program.buffer("loss", (), "float32", "output")
@@ -57,8 +58,8 @@ def train_graph(
             program.buffer(f"{name}.{state}", shape, "float32", "state")
     for graph_name in ("micro_first", "micro") if accumulates else ("micro_first",):
         g = program.graph(graph_name)
-        loss = build(g)
         seed = g.read(program.buffers["inv_count"])
+        loss = build(g, seed)
         grads = gradients(loss, [read_weight(program, g, n) for n in params], seed)
         results = {"loss": loss} | {f"{n}.grad": d for n, d in zip(params, grads, strict=True)}
         for target, value in results.items():
@@ -116,9 +117,9 @@ def add_training(
     targets = program.buffer("targets", (batch, block_size), "int32", "input")
     random = program.buffer("random", (4,), "uint32", "scalar")
 
-    def loss(g: Graph) -> Value:
+    def loss(g: Graph, seed: Value) -> Value:
         weights = read_weights(program, g, model)
-        return model.loss(weights, g.read(tokens), g.read(targets), g.read(random))[0]
+        return model.loss(weights, g.read(tokens), g.read(targets), g.read(random), seed)[0]
 
     names = [p.name for p in model.parameters()]
     train_graph(program, names, optimizer, loss, accumulates)

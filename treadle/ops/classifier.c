@@ -1,0 +1,33 @@
+/* Gradient of the logits inside linear + cross-entropy; equations in classifier.py. */
+#include "call.h"
+#include "vec.h"
+
+/* dlogits, which take the place of the float32 logits row by row; dloss, targets, lse; dims rows,
+   vocabulary, ignore_index, rows of a task. A row of T begins where the row of logits began. */
+KERNEL(classifier_backward) {
+    const float dloss = *(const float *)c->ptr[1], *lse = c->ptr[3];
+    const int32_t *targets = c->ptr[2];
+    const int64_t rows = c->dim[0], vocabulary = c->dim[1], ignore_index = c->dim[2], height = c->dim[3];
+    const int64_t end = (task + 1) * height < rows ? (task + 1) * height : rows;
+    for (int64_t i = task * height; i < end; i++) {
+        const float *x = (const float *)c->ptr[0] + i * vocabulary;
+        T *dx = (T *)x;
+        const int32_t target = targets[i];
+        if (target == ignore_index || (uint32_t)target >= (uint64_t)vocabulary) {
+            memset(dx, 0, (size_t)vocabulary * sizeof(T));
+            continue;
+        }
+        const vf shift = vset(lse[i]), scale = vset(dloss);
+        const vf chosen = vexp(vset(x[target]) - shift);
+        int64_t j = 0;
+        /* Writing narrower numbers from the left never overtakes reading. */
+        for (; j + VL <= vocabulary; j += VL) {
+            vstore(dx + j, vexp(vload_f32(x + j) - shift) * scale);
+        }
+        if (j < vocabulary) {
+            const int64_t n = vocabulary - j;
+            vstoren(dx + j, vexp(vloadn_f32(x + j, n) - shift) * scale, n);
+        }
+        dx[target] = from_f32((chosen[0] - 1.0f) * dloss);
+    }
+}
