@@ -107,8 +107,6 @@ def load_library(isa: str) -> ctypes.CDLL:
     (result,) = builder.build(isas=[isa])
     assert result.path is not None, result.message
     assert result.message == "", "the kernels compile without warnings"
-    # Idle OpenMP threads sleep: spinning, they would slow the tests that run beside these.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return ctypes.CDLL(str(result.path))
 
 

@@ -290,17 +290,17 @@ def test_library_says_what_it_is(library: ctypes.CDLL, isa: str, probe: ctypes.C
     facts = dict(part.split("=", 1) for part in library.treadle_info().decode().split("; "))
     assert facts["isa"] == isa
     assert facts["vector"] == str(probe.lanes())
-    assert facts["openmp"] == ("yes" if COMPILER.openmp else "no")
-    assert bool(library.treadle_openmp()) == bool(COMPILER.openmp)
+    assert facts["threads"] == ("yes" if COMPILER.threaded else "no")
+    assert bool(library.treadle_threaded()) == COMPILER.threaded
     assert library.treadle_supports(b"baseline") == 1
     assert library.treadle_supports(b"z80") == 0
 
 
-def test_without_openmp_the_library_runs_on_one_thread(tmp_path: Path) -> None:
-    (result,) = builder.build(tmp_path, [ISAS[0]], openmp=False)
+def test_without_threads_the_library_runs_on_one_thread(tmp_path: Path) -> None:
+    (result,) = builder.build(tmp_path, [ISAS[0]], threads=False)
     assert result.path is not None and result.message == ""
     plain = ctypes.CDLL(str(result.path))
-    assert plain.treadle_openmp() == 0
+    assert plain.treadle_threaded() == 0
     a, b = np.ones((40, 30), np.float32), np.ones((30, 20), np.float32)
     out = np.zeros((40, 20), np.float32)
     run_matmul(plain, out, a, b, threads=4)
@@ -316,7 +316,7 @@ def test_build_without_a_compiler_reports_and_returns(
     monkeypatch.setenv("CC", "no-such-compiler")
     (result,) = builder.build(tmp_path)
     assert result.path is None and "no-such-compiler" in result.message
-    assert "numpy backend" in builder.report([result], openmp=False)
+    assert "numpy backend" in builder.report([result], threads=False)
 
 
 def test_build_leaves_out_only_what_does_not_compile(

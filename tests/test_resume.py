@@ -275,8 +275,8 @@ def test_start_from_weights(short: Path, text: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(out)] == [1, 2, 3]
     # The first loss is one that a model from nothing does not have.
     assert metrics(out)[0]["loss"] < metrics(short)[0]["loss"] - 0.3
-    line = fail(*command, start)
-    assert "holds a run already" in line and "drop --init-from" in line
+    said = succeed(*command, start)
+    assert "holds a run already" in said and "this run is finished at step 3" in said
     assert "drop one" in fail(*command, start, "--resume", start)
     misfit = fail("train", "--data", text, *SMALL, "--n-embd", 32, "--out", tmp_path / "misfit",
                   "--init-from", start)  # fmt: skip

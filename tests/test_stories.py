@@ -103,6 +103,17 @@ def test_a_vocabulary_of_a_few_hundred_words(language: str, corpora: dict[str, l
     assert 200 <= len(words) <= 700
 
 
+def test_english_words_are_whole(corpora: dict[str, list[str]]) -> None:
+    """The grammar glues no two words together: all words are in its tables as they are."""
+    english = LANGUAGES["en"]
+    prose = [*english.pools.values(), *english.macros.values(), *(p[-1] for p in english.plots)]
+    prose += [word for group in english.names.values() for word in group.values()]
+    prose += [word for forms in english.labels.values() for word in forms.values()]
+    text = re.sub(r"\{.*?\}", " ", " ".join(prose)).lower()
+    known = {"a", "an", *WORD.findall(text)}
+    assert {word for story in corpora["en"] for word in WORD.findall(story.lower())} <= known
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_word_and_every_plot_is_used(language: str, corpora: dict[str, list[str]]) -> None:
     text = "\n".join(corpora[language]).lower()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
@@ -15,6 +16,11 @@ from treadle.graph.op import Cast, Fill, Op, Sum
 from treadle.graph.value import Spec
 from treadle.ops import elementwise, loss, norm, optim, random
 from treadle.ops.attention import Attention, AttentionGrad
+from treadle.ops.classifier import (
+    LinearCrossEntropy,
+    LinearCrossEntropyInto,
+    LinearCrossEntropyLoss,
+)
 from treadle.ops.embedding import Embedding, EmbeddingGrad, PositionGrad, SelectRow
 from treadle.ops.linear import MatMul
 
@@ -285,6 +291,41 @@ def _loss() -> list[Case]:
     return rows
 
 
+def _classifier() -> list[Case]:
+    rows = []
+    dloss = Input((), WIDE, constant(0.37))
+    sizes = (  # rows, V, C, chunk
+        ((1,), 1, 1, None),
+        ((31,), 33, 31, None),
+        ((2, 3), 123, 33, 1),
+        ((123,), 65, 17, 31),
+        ((3, 4), 4099, 5, 5),
+        ((300,), 31, 123, 128),
+        ((33,), 257, 530, None),
+    )
+    for shape, vocabulary, channels, chunk in sizes:
+        x, weight = (*shape, channels), (vocabulary, channels)
+        small = prod(x) * vocabulary < 300_000
+        for note, make in (
+            ("", integers(0, vocabulary)),
+            (" some ignored", integers(-2, vocabulary + 1)),
+            (" all ignored", constant(-1)),
+        ):
+            inputs = [x, Input(weight, make=lambda *a: 0.3 * normal(*a))]
+            inputs.append(Input(shape, "int32", make))
+            note += "" if chunk is None else f" chunks of {chunk}"
+            evaluated = LinearCrossEntropyLoss(chunk=chunk)
+            rows.append(Case(evaluated, inputs, small, outputs=(0,), note=note))
+            rows.append(Case(LinearCrossEntropy(chunk=chunk), [*inputs, dloss], note=note))
+            into = [*inputs, dloss, Input(weight, WIDE)]
+            rows.append(Case(LinearCrossEntropyInto(chunk=chunk), into, note=note))
+    ignored = Input((31,), "int32", integers(0, 3))
+    inputs = [(31, 5), (33, 5), ignored]
+    rows.append(Case(LinearCrossEntropyLoss(2), inputs, True, outputs=(0,), note=" ignore 2"))
+    rows.append(Case(LinearCrossEntropy(2), [*inputs, dloss], note=" ignore 2"))
+    return rows
+
+
 def _attention() -> list[Case]:
     rows = []
     sizes = (  # B, T, H, K, D
@@ -332,5 +373,6 @@ def all_cases() -> list[Case]:
         *_norm(),
         *_embedding(),
         *_loss(),
+        *_classifier(),
         *_attention(),
     ]

@@ -681,7 +681,11 @@ def fill_from_corpus(config: Config, corpus_bytes: int, tokenised: bool = False)
 
     values = current | filled
     if config.schedule.warmup_steps is None:
-        filled["schedule.warmup_steps"] = min(MAX_WARMUP_STEPS, values["train.steps"] // 10)
+        # A constant schedule must not depend on `steps`, so that a longer run begins like a
+        # shorter one.
+        constant = config.schedule.name == "constant"
+        warmup = 0 if constant else min(MAX_WARMUP_STEPS, values["train.steps"] // 10)
+        filled["schedule.warmup_steps"] = warmup
     if config.schedule.min_lr is None:
         filled["schedule.min_lr"] = values["optimizer.lr"] / 10
     return with_values(config, filled)

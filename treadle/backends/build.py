@@ -7,7 +7,7 @@ and with no compiler there are no libraries, so that Treadle runs on the `numpy`
 
 This module uses the standard library alone: `setup.py` loads it before anything is installed.
 
-    python -m treadle.backends.build [--isa NAME]... [--target DIR] [--no-openmp] [--strict]
+    python -m treadle.backends.build [--isa NAME]... [--target DIR] [--one-thread] [--strict]
 
 Environment: `CC` names the compiler (GCC or Clang, cross-compilers included), `TREADLE_ISA`
 restricts the instruction sets (`TREADLE_ISA=avx2,baseline`).
@@ -82,18 +82,22 @@ class Result:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A GCC or Clang that answered: its command line, version text, target triple, OpenMP flags."""
+    """A GCC or Clang that answered: its command line, version text, target triple, thread flags."""
 
     command: tuple[str, ...]
     version: str
     triple: str
-    openmp: tuple[str, ...]
+    threads: tuple[str, ...]
 
     @property
     def family(self) -> str:
         machine = self.triple.split("-")[0]
         names = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
         return names.get(machine, "other")
+
+    @property
+    def threaded(self) -> bool:
+        return "-DTREADLE_ONE_THREAD" not in self.threads
 
     @property
     def windows(self) -> bool:
@@ -124,7 +128,7 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def find_compiler(openmp: bool = True) -> Compiler | None:
+def find_compiler(threads: bool = True) -> Compiler | None:
     """The compiler named by `CC`, else gcc, clang or cc; None when none of them is GCC or Clang."""
     named = os.environ.get("CC")
     candidates = [shlex.split(named)] if named else [["gcc"], ["clang"], ["cc"]]
@@ -133,20 +137,22 @@ def find_compiler(openmp: bool = True) -> Compiler | None:
         if status != 0:
             continue
         _, version = _run([*command, "--version"])
-        flags: tuple[str, ...] = ()
-        if openmp and _links_openmp(command):
-            flags = ("-fopenmp",)
+        windows = "mingw" in triple or "windows" in triple
+        if not threads or not (windows or _links_threads(command)):
+            flags: tuple[str, ...] = ("-DTREADLE_ONE_THREAD",)
+        else:
+            flags = () if windows else ("-pthread",)
         return Compiler(tuple(command), version.splitlines()[0], triple.strip(), flags)
     return None
 
 
-def _links_openmp(command: Sequence[str]) -> bool:
+def _links_threads(command: Sequence[str]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.c")
         source.write_text(
-            "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
+            "#include <pthread.h>\nint main(void) { return pthread_self() != pthread_self(); }\n"
         )
-        probe = [*command, "-fopenmp", str(source), "-o", str(source.with_suffix(".exe"))]
+        probe = [*command, "-pthread", str(source), "-o", str(source.with_suffix(".exe"))]
         return _run(probe)[0] == 0
 
 
@@ -190,8 +196,8 @@ def _units(compiler: Compiler, isa: Isa, cache: Path) -> list[_Unit]:
             flags.append("-Wa,-muse-unaligned-vector-move")
         if "TREADLE_ISA" in text:
             flags.append(f"-DTREADLE_ISA={isa.name}")
-        if "_OPENMP" in text:
-            flags += compiler.openmp
+        if "TREADLE_ONE_THREAD" in text:
+            flags += compiler.threads
         for dtype in dtypes_of(text):
             command = (*compiler.command, *flags, DTYPE_FLAGS[dtype], "-c", str(source))
             key = hashlib.sha256(repr((command, compiler.version, text)).encode() + header_text)
@@ -233,7 +239,7 @@ def _link(compiler: Compiler, isa: str, objects: Sequence[Path], target: Path, c
         # A DLL carries the compiler's own run-time libraries, because Windows would not find them.
         static = ["-static"] if compiler.windows else []
         inputs = [str(path) for path in objects]
-        _write([*compiler.command, "-shared", *static, *inputs, *compiler.openmp, "-lm"], linked)
+        _write([*compiler.command, "-shared", *static, *inputs, *compiler.threads, "-lm"], linked)
     library = target / library_name(isa, compiler.suffix)
     if not library.exists() or library.read_bytes() != linked.read_bytes():
         # A new file, not new contents: a process that has the old library loaded keeps it whole.
@@ -275,7 +281,7 @@ def build(
     target_dir: Path | str = LIBRARY_FOLDER,
     isas: Iterable[str] | None = None,
     *,
-    openmp: bool = True,
+    threads: bool = True,
     cache_dir: Path | str | None = None,
 ) -> list[Result]:
     """Compiles the libraries into `target_dir` and returns one result an instruction set.
@@ -284,7 +290,7 @@ def build(
     `build/kernels` of a source tree, otherwise a temporary folder). Raises ValueError for an
     unknown name in `isas`.
     """
-    compiler = find_compiler(openmp)
+    compiler = find_compiler(threads)
     if compiler is None:
         tried = os.environ.get("CC") or "gcc, clang, cc"
         return [Result("all", None, f"no C compiler found (tried {tried}); install GCC or Clang")]
@@ -329,7 +335,7 @@ def _build(compiler: Compiler, isas: Sequence[Isa], target: Path, cache: Path) -
     return results
 
 
-def report(results: Sequence[Result], openmp: bool) -> str:
+def report(results: Sequence[Result], threads: bool) -> str:
     """What was built, what was not, and why, as text for a person."""
     lines = []
     for result in results:
@@ -338,8 +344,8 @@ def report(results: Sequence[Result], openmp: bool) -> str:
     built = any(result.path for result in results)
     if not built:
         lines.append("treadle runs without compiled kernels, on the slower numpy backend.")
-    elif not openmp:
-        lines.append("treadle kernels run on one thread: the compiler has no OpenMP.")
+    elif not threads:
+        lines.append("treadle kernels run on one thread: the compiler has no POSIX threads.")
     return "\n".join(lines)
 
 
@@ -349,13 +355,13 @@ def main() -> int:
     parser.add_argument(
         "--target", type=Path, default=LIBRARY_FOLDER, help="folder of the libraries"
     )
-    parser.add_argument("--no-openmp", action="store_true", help="build for one thread")
+    parser.add_argument("--one-thread", action="store_true", help="build for one thread")
     parser.add_argument("--strict", action="store_true", help="fail on errors and warnings")
     options = parser.parse_args()
-    openmp = not options.no_openmp
-    results = build(options.target, options.isa, openmp=openmp)
-    compiler = find_compiler(openmp)
-    print(report(results, bool(compiler and compiler.openmp)))
+    threads = not options.one_thread
+    results = build(options.target, options.isa, threads=threads)
+    compiler = find_compiler(threads)
+    print(report(results, bool(compiler and compiler.threaded)))
     clean = all(result.path and not result.message for result in results)
     return 1 if options.strict and not clean else 0
 

@@ -62,9 +62,6 @@ class Library:
     """A loaded kernel library: `isa`, its own description, and its kernels' addresses."""
 
     def __init__(self, path: Path, isa: str) -> None:
-        # Between steps idle OpenMP threads sleep: spinning ones, on a busy machine, are put aside
-        # just when they hold a task. OpenMP reads the variable once, when it is loaded.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         try:
             self.handle = ctypes.CDLL(str(path))
         except OSError as error:
@@ -74,7 +71,7 @@ class Library:
             ) from error
         self.isa = isa
         self.handle.treadle_info.restype = ctypes.c_char_p
-        self.handle.treadle_openmp.restype = ctypes.c_int
+        self.handle.treadle_threaded.restype = ctypes.c_int
         self.handle.treadle_run.restype = ctypes.c_int
         self.handle.treadle_run.argtypes = [
             ctypes.c_void_p,
@@ -85,7 +82,7 @@ class Library:
             ctypes.c_int64,
         ]
         self.info = self.handle.treadle_info().decode()
-        self.openmp = bool(self.handle.treadle_openmp())
+        self.threaded = bool(self.handle.treadle_threaded())
 
     @cache  # noqa: B019 - libraries live as long as the process
     def address(self, kernel: str) -> int:
@@ -148,14 +145,14 @@ class CpuBackend(Backend):
         self.library = library(isa)
         if threads is not None and threads < 1:
             raise BackendError(f"threads must be at least 1, got {threads}")
-        self.threads = (threads or default_threads()) if self.library.openmp else 1
+        self.threads = (threads or default_threads()) if self.library.threaded else 1
 
     def load(self, program: Program, graphs: Iterable[str] | None = None) -> CpuExecutable:
         return CpuExecutable(program, graphs, self.library, self.threads)
 
     def describe(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        note = "" if self.library.openmp else " (built without OpenMP)"
+        note = "" if self.library.threaded else " (built for one thread)"
         return f"cpu, {self.library.isa}, {threads}{note}"
 
     def identity(self) -> dict[str, str]:

@@ -256,7 +256,7 @@ PLOTS = (
         and {h.he} was afraid. Then {h.he} heard wings above {h.his} head. It was {f} the {f.kind}.
         "<calm>. I can see your house from the sky. [Follow me|Come with me]," said {f}. {h}
         followed {f} [over the hill|along the river] until they saw a light. {h.His}
-        [mother|father|{family}] was waiting at the door. "Thank you[|so much], {f}!" said {h}.
+        [mother|father|{family}] was waiting at the door. "[Thank you|Thank you so much], {f}!" said {h}.
         [<end>|]""",
     ),
     # The moon in the pond.

@@ -17,8 +17,9 @@ KERNEL(classifier_backward) {
             memset(dx, 0, (size_t)vocabulary * sizeof(T));
             continue;
         }
-        const vf shift = vset(lse[i]), scale = vset(dloss);
-        const vf chosen = vexp(vset(x[target]) - shift);
+        float logit; /* by memcpy, which may read memory that is written as T */
+        memcpy(&logit, x + target, sizeof logit);
+        const vf shift = vset(lse[i]), scale = vset(dloss), chosen = vexp(vset(logit) - shift);
         int64_t j = 0;
         /* Writing narrower numbers from the left never overtakes reading. */
         for (; j + VL <= vocabulary; j += VL) {

@@ -73,7 +73,8 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
                 report.say(line)
             if checkpoint is not None:
                 trainer.restore(checkpoint)
-                report.say(f"resuming at step {start} from {checkpoint.path}")
+                done = "this run is finished" if start >= steps and trainer.line is None else ""
+                report.say(f"{done or 'resuming'} at step {start} from {checkpoint.path}")
                 for line in _changes(checkpoint, config, backend):
                     report.say(line)
             else:
@@ -127,20 +128,13 @@ def _to_resume(request: Request, registry: Registry) -> tuple[Checkpoint | None,
             "--init-from starts a new run and --resume PATH goes on with one; drop one of them"
         )
     if request.resume == "auto":
-        if request.init_from is None:
-            found = registry.latest()
-            if found is None:
-                return None, []
-            return (
-                load_checkpoint(found.path, require_optimizer=True, verify=False),
-                [found.note] if found.note else [],
-            )
-        if registry.entries or registry.damaged:
-            raise ConfigError(
-                f"{request.out} holds a run already, which --init-from would start over; choose "
-                "another --out, or drop --init-from to go on with it"
-            )
-        return None, []
+        found = registry.latest()
+        if found is None:
+            return None, []
+        notes = [found.note] if found.note else []
+        if request.init_from is not None:
+            notes.append(f"{request.out} holds a run already: going on with it, not --init-from")
+        return load_checkpoint(found.path, require_optimizer=True, verify=False), notes
     if request.resume == "never":
         if registry.entries or registry.damaged:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from treadle.config import Config, to_dict
 from treadle.data.corpus import Dataset
 from treadle.data.sampler import Sampler, eval_windows
 from treadle.errors import NonFiniteError, TreadleError
+from treadle.files import write_atomic
 from treadle.generate import Sampling, generate_ids, start_ids
 from treadle.train.checkpoint import Checkpoint, save_checkpoint
 from treadle.train.metrics import MetricsWriter
@@ -26,6 +28,7 @@ from treadle.train.session import Session
 from treadle.train.signals import StopRequest
 
 SAMPLE_TOKENS = 120
+SAMPLES_NAME = "samples.txt"
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Trainer:
         self.step = 0
         self.line: dict[str, Any] | None = None  # the last step's metrics, not yet written
         self.val_loss: float | None = None  # of this step, where it was evaluated
+        self.rank_loss: float | None = None  # the same over eval_batches, to compare checkpoints
         self.outcome = Outcome(0, False)
         self.saved = -1  # the step of the last checkpoint
 
@@ -78,9 +82,19 @@ class Trainer:
         self.session.load_optimizer(checkpoint.optimizer)
         self.step = int(checkpoint.state["step"])
         self.line = checkpoint.state.get("line")
-        self.val_loss = checkpoint.state.get("val_loss")
+        self.val_loss = self.rank_loss = checkpoint.state.get("val_loss")
         self.outcome.train_loss = checkpoint.state.get("train_loss")
         self.metrics.truncate_to(self.step - 1 if self.line else self.step)
+        self._cut_samples()
+
+    def _cut_samples(self) -> None:
+        """Drop the samples of steps that are run again."""
+        path = self.run_dir / SAMPLES_NAME
+        if path.exists():
+            text = path.read_text(encoding="utf-8")
+            blocks = re.split(r"(?m)^(?=--- step \d+$)", text)
+            kept = "".join(b for b in blocks if not b or int(b.split()[2]) <= self.step)
+            write_atomic(path, kept.encode())
 
     def save(self) -> Path:
         """Write the checkpoint of this step; every file synced before it gets its name.
@@ -101,7 +115,7 @@ class Trainer:
                 state={
                     "step": self.step,
                     "train_loss": self.outcome.train_loss,
-                    "val_loss": self.val_loss,
+                    "val_loss": self.rank_loss,
                     "config": to_dict(self.config),
                     "data": self.dataset.digest(),
                     "identity": self.session.backend.identity(),
@@ -160,7 +174,7 @@ class Trainer:
         if not result.applied:
             self._not_finite(self.step + 1, f"the norm of the gradient is {result.grad_norm}")
         self.step += 1
-        self.val_loss = None
+        self.val_loss = self.rank_loss = None
         self.outcome.train_loss = result.loss
         self.line = {
             "step": self.step,
@@ -175,8 +189,10 @@ class Trainer:
     def _after_step(self) -> None:
         """Evaluate, log, sample and checkpoint as far as they are due at this step."""
         every, batches = self.config.train.eval_every, self.config.train.eval_batches
-        if every and self.step % every == 0 and not self._evaluate(batches):
-            return  # the line stays with the checkpoint and is evaluated on resume
+        if every and self.step % every == 0:
+            if not self._evaluate(batches):
+                return  # the line stays with the checkpoint and is evaluated on resume
+            self.rank_loss = self.val_loss
         self._write_line()
         if self.config.train.sample_every and self.step % self.config.train.sample_every == 0:
             self._sample()
@@ -184,10 +200,19 @@ class Trainer:
             self.save()
 
     def _last(self) -> None:
-        """The end of a run. The checkpoint comes first, so that nothing after it can lose it."""
+        """The end of a run. The checkpoint comes first, so that nothing after it can lose it.
+
+        The loss over the whole split is reported; the best checkpoint is chosen among losses over
+        the same eval_batches.
+        """
         self.save()
+        batches = self.config.train.eval_batches
+        if batches is not None and self._evaluate(batches):
+            self.rank_loss = self.val_loss
         if not self._evaluate(None):
             return
+        if batches is None:
+            self.rank_loss = self.val_loss
         self._write_line()
         self.save()
         if self.config.train.sample_every:
@@ -250,7 +275,7 @@ class Trainer:
             return
         try:
             text = self.sample_text()
-            with (self.run_dir / "samples.txt").open("a", encoding="utf-8", newline="\n") as file:
+            with (self.run_dir / SAMPLES_NAME).open("a", encoding="utf-8", newline="\n") as file:
                 file.write(f"--- step {self.step}\n{text}\n")
         except (TreadleError, OSError) as error:
             self.report.say(f"no sample at step {self.step}: {error}")
