@@ -38,7 +38,8 @@ format: $(VENV)/.dev
 
 bench: install
 	$(BIN)/python bench/matmul.py
-	$(BIN)/python bench/train_small.py
+	$(BIN)/python bench/ops.py
+	$(BIN)/python bench/train_cpu.py
 
 # The part that is read: graph, ops, passes, models, trainer.
 loc:

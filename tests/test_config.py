@@ -125,7 +125,7 @@ def test_values_that_are_taken(override: str, key: str, expected: object):
         ("optimizer.betas=[0.9]", ["optimizer.betas", "[0.9]", "two numbers"]),
         ("optimizer.betas=[0.9, 1]", ["optimizer.betas", "[0.9, 1]", "< 1"]),
         ("optimizer.name=adam", ["optimizer.name", '"adam"', '"adamw", "sgd"']),
-        ("train.precision=bf16", ["train.precision", '"bf16"', '"fp32"', "not available yet"]),
+        ("train.precision=fp8", ["train.precision", '"fp8"', '"fp32"', "not available yet"]),
         ("train.device=tpu", ["train.device", '"tpu"', '"cuda[:N]"']),
         ("train.device=cuda:x", ["train.device", '"cuda:x"']),
         ("train.seed=9223372036854775808", ["train.seed", "2^63 - 1"]),
@@ -230,7 +230,7 @@ def test_schema_validates_the_keys():
         reference = schema["properties"][section]["$ref"].rpartition("/")[2]
         assert "description" in definitions[reference]["properties"][name], key
         assert definitions[reference]["additionalProperties"] is False
-    assert definitions["TrainConfig"]["properties"]["precision"]["enum"] == ["fp32"]
+    assert definitions["TrainConfig"]["properties"]["precision"]["enum"] == ["fp32", "bf16"]
 
 
 def test_differences_are_listed_by_key():

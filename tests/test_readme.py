@@ -331,7 +331,7 @@ def test_roles_of_buffers() -> None:
 
 def test_limits_are_as_the_readme_says() -> None:
     text = README.read_text(encoding="utf-8")
-    assert ("It trains in float32." in text) == (PRECISIONS == ("fp32",))
+    assert ("float32 only" in text) == (PRECISIONS == ("fp32",))
     assert ("There is no GPU backend yet." in text) == (set(NAMES) == {"auto", "cpu", "numpy"})
     assert ("The only architecture is GPT-2." in text) == (ARCHITECTURES == ("gpt2",))
 

@@ -43,7 +43,7 @@ from treadle.errors import ConfigError
 from treadle.files import write_atomic
 
 ARCHITECTURES = ("gpt2",)
-PRECISIONS = ("fp32",)
+PRECISIONS = ("fp32", "bf16")
 TOKENIZERS = ("auto", "char", "byte", "bpe")
 MIN_BPE_VOCAB = 257  # 256 byte tokens and the end-of-text token
 
@@ -190,9 +190,9 @@ class TrainConfig(_Section):
     threads: Count | None = _key(
         None, "CPU threads; null takes OMP_NUM_THREADS, else the physical cores."
     )
-    precision: Precision = _key("fp32", "Number format of the activations.")
+    precision: Precision = _key("fp32", "Activations and matrix operands; weights, moments and sums stay float32.")
     deterministic: bool = _key(
-        True, "The same bits on every run; false permits other kernels where they are faster."
+        True, "The same bits on every run; false permits a backend to give that up for speed."
     )
     eval_every: Period = _key(250, "Steps between evaluations; 0 turns them off.")
     eval_batches: Count | None = _key(
@@ -228,7 +228,7 @@ class ScheduleConfig(_Section):
         "cosine", "Shape of the decay after the warmup."
     )
     warmup_steps: Period | None = _key(
-        None, "Steps of linear warmup; null takes a tenth of the steps, at most 100."
+        None, "Steps of linear warmup; null takes a tenth of the steps, at most 100 (constant: 0)."
     )
     min_lr: Annotated[float, Field(ge=0)] | None = _key(
         None, "Learning rate at the end of the decay; null takes a tenth of lr."
