@@ -1,4 +1,6 @@
-"""What the programs beside this file share: presets, the floor, the setting, alternation, tables."""
+"""What the programs beside this file share: presets, floors, options, alternation, tables."""
+
+# ruff: noqa: E402 - what NumPy's BLAS reads from the environment has to go before NumPy is loaded
 
 from __future__ import annotations
 
@@ -13,14 +15,13 @@ from statistics import median
 from typing import Any
 
 # What shells export for one BLAS version slows another down; the peers run as they choose to.
-# NumPy's BLAS reads these when it is loaded, so this module is imported before NumPy.
 for _variable in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
     os.environ.pop(_variable, None)
 
 from treadle.backends.cpu import CpuBackend
+from treadle.models.base import PRECISIONS
 from treadle.models.gpt2 import GPT2
 
-PRECISIONS = ("fp32", "bf16")
 # Contestants' own threads spin for a while after their last call; the next one waits that out.
 PAUSE_SECONDS = 0.1
 # AdamW reads w, g, m, v and writes w, m, v, all float32; with bf16 it writes a copy of w as well.

@@ -25,12 +25,13 @@ import common
 import numpy as np
 import torch
 from common import PRESETS, Preset, Setting
-from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.nn import functional as F
 
 from treadle import ops
 from treadle.backends.base import Executable
 from treadle.backends.cpu import CpuBackend
 from treadle.errors import TreadleError
+from treadle.generate import write_weight
 from treadle.graph.autograd import gradients
 from treadle.graph.op import Op
 from treadle.graph.program import Program
@@ -67,7 +68,9 @@ class Pairing(Op):
 @dataclass(frozen=True)
 class Case:
     """An op. inputs: float arrays come in the precision that is measured, but for those in `fixed`,
-    which stay fp32. flops: forward; the backward pass is counted as `backward` times that."""
+    which stay fp32. flops: forward; the backward pass is counted as `backward` times that. moved:
+    numbers read and written, forward and with backward, where that is not all inputs and the output
+    once, and their gradients. seeded: whether ours takes the gradient of its result as `dloss`."""
 
     name: str
     count: int
@@ -77,6 +80,8 @@ class Case:
     peer: Callable[..., torch.Tensor]
     backward: float = 2.0
     fixed: frozenset[str] = frozenset()
+    moved: tuple[int, int] | None = None
+    seeded: bool = False
 
     @property
     def floats(self) -> list[str]:
@@ -86,6 +91,11 @@ class Case:
     def narrow(self, name: str, precision: str) -> str:
         """The precision of an input."""
         return "fp32" if name in self.fixed else precision
+
+    def nbytes(self, output: int, precision: str, backward: bool) -> int:
+        """Memory traffic with a result of so many numbers."""
+        once = sum(x.size for x in self.inputs.values()) + output
+        return (self.moved or (once, 2 * once))[backward] * ITEM_BYTES[precision]
 
 
 Run = Callable[[int], None]
@@ -142,12 +152,18 @@ def load_ours(
     for name, array in case.inputs.items():
         dtype = DTYPES[case.narrow(name, precision)][0] if name in case.floats else "int32"
         values[name] = graph.read(program.buffer(name, array.shape, dtype, "input"))
-    y = case.ours(**values)
+    seed = None
+    if case.seeded and dy is not None:
+        seed = graph.read(program.buffer("dy", (), "float32", "input"))
+    y = case.ours(**values) if seed is None else case.ours(**values, dloss=seed)
     results = {"y": y}
     if dy is not None:
-        seed = graph.read(program.buffer("dy", y.shape, y.dtype, "input"))
-        loss = graph.apply(Pairing(), y, seed)[0]
-        found = gradients(loss, [values[name] for name in case.floats])
+        wanted = [values[name] for name in case.floats]
+        if seed is None:
+            seed = graph.read(program.buffer("dy", y.shape, y.dtype, "input"))
+            found = gradients(graph.apply(Pairing(), y, seed)[0], wanted)
+        else:
+            found = gradients(y, wanted, seed)
         results |= {f"d{name}": dx for name, dx in zip(case.floats, found, strict=True)}
     for name, value in results.items():
         graph.assign(program.buffer(f"{name}.out", value.shape, value.dtype, "output"), value)
@@ -171,7 +187,7 @@ def contest(case: Case, precision: str, backward: bool, backend: CpuBackend) -> 
         shape = case.peer(**exact).shape
         # A scalar's gradient is that of a mean over the rows of a step.
         dy = torch.randn(shape) if shape else torch.tensor(1.0 / len(case.inputs["targets"]))
-        dy = dy.to(DTYPES[precision][1])
+        dy = dy.to(DTYPES[precision if shape else "fp32"][1])
     inputs = tensors(case, precision, backward)
     executable, names = load_ours(case, precision, dy, backend)
     last: list[torch.Tensor] = []
@@ -183,13 +199,12 @@ def contest(case: Case, precision: str, backward: bool, backend: CpuBackend) -> 
     def numpy(results: Sequence[torch.Tensor]) -> list[np.ndarray]:
         return [x.detach().float().numpy() for x in results]
 
-    moved = [*case.inputs.values()] * (2 if backward else 1)
-    outputs = math.prod(executable.buffer("y.out").shape) * (2 if backward else 1)
+    output = math.prod(executable.buffer("y.out").shape)
     return Contest(
         case.name + (", with backward" if backward else ""),
         case.count,
         case.flops * (1 + case.backward if backward else 1),
-        (sum(x.size for x in moved) + outputs) * ITEM_BYTES[precision],
+        case.nbytes(output, precision, backward),
         lambda times: executable.run(*["op"] * times),
         peer,
         lambda: [executable.read(name) for name in names],
@@ -221,8 +236,15 @@ def cases(preset: Preset) -> Iterator[Case]:
         inputs = {"x": normal(rows, k), "weight": normal(k, n) * k**-0.5, "bias": normal(n)}
         flops = 2 * rows * k * n
         yield Case(name, count, flops, inputs, ops.linear, torch_linear, fixed=frozenset({"bias"}))
-    inputs = {"x": normal(rows, c), "w": normal(v, c) * c**-0.5, "targets": token_ids(rows)}
-    yield Case("head, loss", 1, 2 * rows * c * v, inputs, head_loss, torch_head_loss)
+    yield Case(
+        "head, loss",
+        1,
+        2 * rows * c * v,
+        {"x": normal(rows, c), "weight": normal(v, c) * c**-0.5, "targets": token_ids(rows)},
+        lambda **inputs: ops.linear_cross_entropy(**inputs)[0],
+        torch_head_loss,
+        seeded=True,
+    )
     pairs = b * t * (t + 1) // 2
     yield Case(
         "attention",
@@ -258,6 +280,7 @@ def cases(preset: Preset) -> Iterator[Case]:
         ops.embedding,
         lambda tokens, wte, wpe: F.embedding(tokens, wte) + wpe[:t],
         backward=1.0,
+        moved=(2 * rows * c, 3 * rows * c + v * c),
     )
 
 
@@ -265,13 +288,9 @@ def torch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
     return F.linear(x, weight.t(), bias.to(x.dtype))
 
 
-def head_loss(x: Value, w: Value, targets: Value) -> Value:
-    return ops.cross_entropy(ops.linear(x, w, transpose_weight=True), targets)[0]
-
-
-def torch_head_loss(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    # The loss of a step is in fp32 on both sides.
-    return F.cross_entropy(F.linear(x, w).float(), targets, reduction="sum")
+def torch_head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    # Autocast computes the loss in fp32 too.
+    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
 
 def torch_attention(qkv: torch.Tensor, heads: int) -> torch.Tensor:
@@ -285,10 +304,11 @@ def torch_attention(qkv: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def update(preset: Preset, precision: str, backend: CpuBackend) -> Contest:
-    """Clipping by the global norm and AdamW, on all parameters at once: always in fp32."""
+    """Clipping by the global norm and AdamW, on all parameters at once, in fp32. Beside bf16, ours
+    keeps a bf16 copy of the matrices up to date; PyTorch converts them in the next step."""
     parameters = preset.model.parameters()
     program = Program()
-    declare(program, preset.model)
+    declare(program, preset.model, precision)
     for name in SCALARS:
         program.buffer(name, (), "float32", "scalar")
     for p in parameters:
@@ -306,7 +326,7 @@ def update(preset: Preset, precision: str, backend: CpuBackend) -> Contest:
     weights = []
     for p in parameters:
         w, g = (rng.standard_normal(p.shape, dtype=np.float32) for _ in range(2))
-        executable.write(p.name, w)
+        write_weight(executable, p.name, w)
         executable.write(f"{p.name}.grad", g)
         weights.append(torch.from_numpy(w).requires_grad_())
         weights[-1].grad = torch.from_numpy(g)
@@ -441,14 +461,11 @@ def main() -> None:
                 common.show(COLUMNS, row)
                 rows.append(row)
                 if label == "clip, adamw" or "backward" in made.name:
-                    for who in total:
+                    for who in ("treadle", "torch"):
                         total[who] += made.count * row[who]
             if total["treadle"]:
-                ratio = total["torch"] / total["treadle"]
-                common.show(
-                    COLUMNS, {"op": "all, with backward", "precision": precision, "ratio": ratio}
-                    | total,
-                )
+                total |= {"ratio": total["torch"] / total["treadle"]}
+                common.show(COLUMNS, {"op": "all, with backward", "precision": precision, **total})
     common.save(options.json, report)
 
 

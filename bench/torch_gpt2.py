@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.nn import functional as F
 
 from treadle.models.gpt2 import EPS
 from treadle.models.gpt2 import GPT2 as Sizes

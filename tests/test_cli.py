@@ -299,7 +299,7 @@ def test_plan_prints_and_draws_a_graph(run: Run) -> None:
     assert run("plan", *RANDOM, "--draw", "graph.svg").code == 0
     root = ElementTree.parse("graph.svg").getroot()
     words = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "micro_first" in words and "cross_entropy" in words
+    assert "micro_first" in words and "embedding" in words
 
 
 # ---------------------------------------------------------------- profile
@@ -430,11 +430,10 @@ def test_config_prints_keys_sizes_and_schema(run: Run) -> None:
 
 @pytest.fixture
 def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.n_head": 2, "train.batch_size": 2}
-    small = demo_command.FULL | tiny | {"train.steps": 6}
-    monkeypatch.setattr(demo_command, "FULL", small)
-    monkeypatch.setattr(demo_command, "SMALL", small | {"train.steps": 5})
-    common = {"data.vocab_size": 300, "model.block_size": 32, "train.eval_batches": 1}
+    tiny = {"model.n_embd": 16, "model.n_head": 2, "model.block_size": 32}
+    monkeypatch.setattr(demo_command, "FULL", demo_command.FULL | tiny | {"train.steps": 6})
+    monkeypatch.setattr(demo_command, "SMALL", demo_command.SMALL | tiny | {"train.steps": 5})
+    common = {"data.vocab_size": 300, "model.n_layer": 1, "train.batch_size": 2}
     monkeypatch.setattr(demo_command, "COMMON", demo_command.COMMON | common)
     monkeypatch.setattr(demo_command, "STORIES", 40)
     monkeypatch.setattr(demo_command, "STORY_TOKENS", 20)

@@ -19,6 +19,7 @@ from treadle.ops import elementwise
 from treadle.ops.elementwise import activation, add, mul, scale, sum_leading
 from treadle.ops.embedding import Embedding
 from treadle.ops.linear import linear, matmul
+from treadle.ops.norm import layernorm
 from treadle.ops.optim import accumulate
 from treadle.passes.fuse import fuse
 
@@ -236,6 +237,35 @@ def test_residual_stays_out_of_buffers(assigned: str) -> None:
         s.output("y", scale(total, 2.0))
 
     assert "add" in agree(build, NumpyBackend("float64")).ops()
+
+
+# ---------------------------------------------------------------- layernorm_grad, sum
+
+
+def norm_branch(sketch: Sketch) -> Value:
+    """d(loss)/dx of x + norm(x) · w, summed where it was needed."""
+    x, w = sketch.read("x", ROWS, INNER), sketch.read("w", INNER, INNER)
+    y = add(x, matmul(layernorm(x, sketch.read("gain", INNER)), w))
+    return gradients(sum_leading(mul(y, y), ()), [x])[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_norm_gradient_joins_the_one_that_passes_by(backend: NumpyBackend | str) -> None:
+    sketch = agree(lambda sketch: sketch.output("dx", norm_branch(sketch)), backend)
+    assert sketch.ops().count("layernorm_grad") == 1
+    (node,) = [n for n in sketch.graph.nodes if n.op.name == "layernorm_grad"]
+    assert len(node.inputs) == 6 and node.outputs[0].buffer is not None
+
+
+def test_norm_gradient_used_elsewhere_stays() -> None:
+    def build(sketch: Sketch) -> None:
+        sketch.output("dx", norm_branch(sketch))
+        (node,) = [n for n in sketch.graph.nodes if n.op.name == "layernorm_grad"]
+        sketch.output("twice", scale(node.outputs[0], 2.0))
+
+    sketch = agree(build, "cpu" if available() else NumpyBackend("float64"))
+    (node,) = [n for n in sketch.graph.nodes if n.op.name == "layernorm_grad"]
+    assert len(node.inputs) == 5
 
 
 # ---------------------------------------------------------------- matmul, accumulate

@@ -201,6 +201,10 @@ def _norm() -> list[Case]:
         x = arrays[1]
         return [*arrays[:-2], x.mean(-1), 1 / np.sqrt(x.var(-1) + 1e-5)]
 
+    def joined(arrays: list) -> list:
+        """The same with the other gradient, the last input, behind them."""
+        return [*statistics(arrays[:-1]), arrays[-1]]
+
     def shifted(rng: np.random.Generator, spec: Spec) -> np.ndarray:
         return 100.0 + rng.standard_normal(spec.shape)
 
@@ -216,6 +220,7 @@ def _norm() -> list[Case]:
         saved = [Input(shape[:-1], "float32")] * 2
         rows.append(Case(grad, [shape, shape, c, *saved], prepare=statistics))
         rows.append(Case(grad, [shape, shape, wide, *saved], prepare=statistics, note=" wide"))
+        rows.append(Case(grad, [shape, shape, c, *saved, shape], prepare=joined, note=" into"))
         rows.append(Case(weight_grad, [shape, shape, *saved], prepare=statistics))
     rows.append(Case(norm.LayerNorm(), [Input((31, 123), make=shifted), (123,)], note=" shifted"))
     return rows

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,53 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return (_SMALL if vocab_size <= 1 << 16 else _LARGE).dtype
 
 
+class TokenWriter:
+    """Writes token ids to a binary file as they come; the header is completed by `finish`.
+
+    Attributes:
+        count: ids written so far.
+    """
+
+    def __init__(self, file: IO[bytes], where: object, vocab_size: int, raw: bool = False) -> None:
+        """`where` names the file in errors; `raw` leaves the header out."""
+        self.count = 0
+        self._file, self._where, self._vocab_size, self._raw = file, where, vocab_size, raw
+        self._form = _SMALL if token_dtype(vocab_size) == _SMALL.dtype else _LARGE
+        if not raw:
+            file.write(bytes(HEADER_BYTES))
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Adds ids [N].
+
+        Raises:
+            DataError: an id outside of the vocabulary, or more tokens than the header can count.
+        """
+        if not tokens.size:
+            return
+        low, high = id_range(tokens)
+        if low < 0 or high >= self._vocab_size:
+            raise DataError(
+                f"{self._where}: token ids {low} to {high}, vocabulary of {self._vocab_size}"
+            )
+        self.count += tokens.size
+        if self.count >= 1 << 31 and not self._raw:
+            raise DataError(
+                f"{self._where}: {self.count} tokens; a header counts fewer than 2^31: cut the "
+                "corpus into several, or write the form without header"
+            )
+        dtype = _RAW if self._raw else self._form.dtype
+        for piece in pieces(tokens):
+            self._file.write(piece.astype(dtype).tobytes())
+
+    def finish(self) -> None:
+        """Writes the header."""
+        if not self._raw:
+            header = np.zeros(HEADER_INTS, "<i4")
+            header[:3] = self._form.magic, self._form.version, self.count
+            self._file.seek(0)
+            self._file.write(header.tobytes())
+
+
 def write_tokens(
     path: str | os.PathLike[str], tokens: np.ndarray, vocab_size: int, raw: bool = False
 ) -> None:
@@ -55,22 +102,11 @@ def write_tokens(
     Raises:
         DataError: an id outside of the vocabulary, or more tokens than the header can count.
     """
-    if tokens.size:
-        low, high = id_range(tokens)
-        if low < 0 or high >= vocab_size:
-            raise DataError(f"{path}: token ids {low} to {high}, vocabulary of {vocab_size}")
-    if tokens.size >= 1 << 31:
-        raise DataError(f"{path}: {tokens.size} tokens; one file holds fewer than 2^31, use shards")
-    form = _SMALL if token_dtype(vocab_size) == _SMALL.dtype else _LARGE
-    dtype = _RAW if raw else form.dtype
     try:
         with atomic_file(Path(path)) as file:
-            if not raw:
-                header = np.zeros(HEADER_INTS, "<i4")
-                header[:3] = form.magic, form.version, tokens.size
-                file.write(header.tobytes())
-            for piece in pieces(tokens):
-                file.write(piece.astype(dtype).tobytes())
+            writer = TokenWriter(file, path, vocab_size, raw)
+            writer.append(tokens)
+            writer.finish()
     except OSError as error:
         raise DataError(f"{path}: cannot write the tokens: {error.strerror}") from None
 

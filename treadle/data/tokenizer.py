@@ -15,7 +15,8 @@ bytes are looked up by NumPy instead, and a long text is given to the library in
     space. This holds for tokenizers with that pattern and no normalizer; for others the text
     stays whole.
 
-The text of a special token (such as `<|endoftext|>`) encodes to its id wherever it stands.
+Where tiktoken is installed and gives the same ids (`fastbpe` says when), it encodes the pieces. The
+text of a special token (such as `<|endoftext|>`) encodes to its id wherever it stands.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,14 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from treadle.data.fastbpe import FastEncoder, fast_encoder
 from treadle.errors import TokenizerError
 
 END_OF_TEXT = "<|endoftext|>"
 BLANK_LINE = "\n\n"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 
 _CHUNK = 1 << 16  # characters that one call of the library gets at a time
 _CHUNKS_AT_ONCE = 64  # bounds the memory that the results of the library take
@@ -113,10 +117,10 @@ class Tokenizer:
     # ---- making one -------------------------------------------------------------------------
 
     @classmethod
-    def char(cls, text: str, end_of_text: bool = False) -> Tokenizer:
+    def char(cls, text: str, end_of_text: bool = False, specials: Sequence[str] = ()) -> Tokenizer:
         """One id per character of `text`, in the order of code points.
 
-        With `end_of_text`, one more id stands for the end of a text.
+        With `end_of_text`, one more id stands for the end of a text; then come the `specials`.
 
         Raises:
             TokenizerError: an empty text, or a lone surrogate, which no file can hold.
@@ -129,35 +133,38 @@ class Tokenizer:
         backend = tokenizers.Tokenizer(models.WordLevel(vocab=vocab))
         backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(_ANY_CHARACTER), "isolated")
         backend.decoder = decoders.Fuse()
-        if end_of_text:
-            backend.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])
+        _add_specials(backend, [END_OF_TEXT, *specials] if end_of_text else specials)
         return cls(backend)
 
     @classmethod
-    def byte(cls) -> Tokenizer:
-        """Ids 0 to 255 are the bytes of UTF-8; 256 is the end of text."""
+    def byte(cls, specials: Sequence[str] = ()) -> Tokenizer:
+        """Ids 0 to 255 are the bytes of UTF-8; 256 is the end of text, then come the `specials`."""
         vocab = {character: byte for byte, character in enumerate(_BYTE_CHARACTERS)}
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])
+        _add_specials(backend, [END_OF_TEXT, *specials])
         return cls(backend)
 
     @classmethod
-    def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    def train_bpe(
+        cls, texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()
+    ) -> Tokenizer:
         """Byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2), trained on `texts`.
 
-        The vocabulary has at most `vocab_size` entries: the end of text, the 256 bytes, and the
-        most frequent merges, each seen at least twice. The same texts give the same file, byte
-        for byte, whatever the number of threads and the hash seed.
+        The vocabulary has at most `vocab_size` entries: the end of text, the `specials`, the 256
+        bytes, and the most frequent merges, each seen at least twice. The same texts give the same
+        file, byte for byte, whatever the number of threads and the hash seed.
 
         Raises:
-            TokenizerError: fewer entries than the 256 bytes and the end of text need.
+            TokenizerError: fewer entries than the bytes and the special tokens need.
         """
-        smallest = len(_BYTE_CHARACTERS) + 1
+        special_tokens = _checked_specials([END_OF_TEXT, *specials])
+        smallest = len(_BYTE_CHARACTERS) + len(special_tokens)
         if vocab_size < smallest:
             raise TokenizerError(
-                f"a BPE of {vocab_size} entries is too small; the bytes alone need {smallest}"
+                f"a BPE of {vocab_size} entries is too small; the bytes and special tokens alone "
+                f"need {smallest}"
             )
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -165,15 +172,16 @@ class Tokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             min_frequency=_MIN_FREQUENCY,
-            special_tokens=[END_OF_TEXT],
+            special_tokens=special_tokens,
             initial_alphabet=sorted(_BYTE_CHARACTERS),
             show_progress=False,
         )
         # The trainer does not know special tokens inside a text, so they are cut out here.
+        marker = re.compile("|".join(map(re.escape, special_tokens)))
         pieces = (
             piece
             for text in texts
-            for document in text.split(END_OF_TEXT)
+            for document in marker.split(text)
             for piece in _safe_pieces(document)
         )
         backend.train_from_iterator(pieces, trainer)
@@ -230,21 +238,20 @@ class Tokenizer:
             ) from None
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         backend.decoder = decoders.ByteLevel()
-        if END_OF_TEXT in vocab:
-            backend.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])
+        _add_specials(backend, [END_OF_TEXT] if END_OF_TEXT in vocab else [])
         return cls(backend)
 
     # ---- text to ids ------------------------------------------------------------------------
 
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, int32 [N].
+    def encode(self, text: str, plain: bool = False) -> np.ndarray:
+        """The ids of `text`, int32 [N]. With `plain`, special tokens in it are text like any other.
 
         Raises:
             TokenizerError: a character that the tokenizer does not know (named, with its
                 position), or a lone surrogate.
         """
         if self.kind in ("char", "byte"):
-            return self._encode_by_table(text)
+            return self._encode_by_table(text, plain)
         data = _utf8(text)
         for byte in self._missing_bytes:
             if byte in data:
@@ -254,27 +261,48 @@ class Tokenizer:
                 )
         del data
         ids: list[np.ndarray] = []
-        batch: list[str] = []
+        waiting: list[str] = []
         for piece in _safe_pieces(text) if self._can_be_cut else [text]:
-            batch.append(piece)
-            if len(batch) == _CHUNKS_AT_ONCE:
-                ids += self._encode_batch(batch)
-                batch = []
-        ids += self._encode_batch(batch)
+            known = self._encode_fast(piece, plain)
+            if known is None:
+                waiting.append(piece)
+            if known is not None or len(waiting) == _CHUNKS_AT_ONCE:
+                ids += self._encode_batch(waiting, plain)
+                waiting = []
+            if known is not None:
+                ids.append(known)
+        ids += self._encode_batch(waiting, plain)
         return np.concatenate(ids) if ids else np.empty(0, np.int32)
 
-    def _encode_batch(self, pieces: list[str]) -> list[np.ndarray]:
+    @cached_property
+    def _fast(self) -> FastEncoder | None:
+        if not self._can_be_cut:
+            return None
+        model = json.loads(self._backend.to_str())["model"]
+        return fast_encoder(model, self._backend.model.tokenize, _BYTE_OF_CHARACTER)
+
+    def _encode_fast(self, piece: str, plain: bool) -> np.ndarray | None:
+        if self._fast is None or not (plain or not any(s in piece for s in self._specials)):
+            return None
+        return self._fast(piece)
+
+    def _encode_batch(self, pieces: list[str], plain: bool) -> list[np.ndarray]:
+        if not pieces:
+            return []
         try:
+            self._backend.encode_special_tokens = plain
             encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
         except Exception as error:
             raise TokenizerError(f"the tokenizer cannot encode: {_one_line(error)}") from None
+        finally:
+            self._backend.encode_special_tokens = False
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def _encode_by_table(self, text: str) -> np.ndarray:
+    def _encode_by_table(self, text: str, plain: bool) -> np.ndarray:
         parts: list[np.ndarray] = []
         position = 0
-        for piece in self._cut_at_specials(text):
-            if piece in self._specials:
+        for piece in [text] if plain else self._cut_at_specials(text):
+            if piece in self._specials and not plain:
                 parts.append(np.array([self._specials[piece]], np.int32))
             elif self._id_of_code is not None:
                 parts.append(_lookup(self._id_of_code, piece, position))
@@ -309,6 +337,16 @@ class Tokenizer:
             return self._backend.decode(numbers, skip_special_tokens=False)
         return b"".join(self._bytes_of_id[i] or b"" for i in numbers).decode("utf-8", "replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of UTF-8 that an id stands for; of a token as it is spelled where the kind of
+        tokenizer is "other".
+
+        Raises:
+            TokenizerError: an id outside of the vocabulary.
+        """
+        (number,) = self._checked([token_id])
+        return self._bytes_of_id[number] or b""
+
     def stream(self) -> TextStream:
         """A decoder that takes ids one at a time."""
         return TextStream(self)
@@ -334,6 +372,22 @@ class Tokenizer:
     def to_json(self) -> str:
         """The text of `tokenizer.json`; equal tokenizers give equal texts."""
         return self._backend.to_str()
+
+    def vocab_merges(self) -> tuple[str, str]:
+        """The texts of GPT-2's `vocab.json` and `merges.txt`.
+
+        Raises:
+            TokenizerError: not a byte-level BPE.
+        """
+        if self.kind != "bpe":
+            raise TokenizerError(
+                f"a {self.kind} tokenizer has no {VOCAB_FILE} and {MERGES_FILE}; only a BPE has"
+            )
+        model = json.loads(self._backend.to_str())["model"]
+        vocab = dict(sorted((model["vocab"] | self._specials).items(), key=lambda item: item[1]))
+        merges = (m if isinstance(m, str) else " ".join(m) for m in model["merges"])
+        lines = ["#version: 0.2", *merges]
+        return json.dumps(vocab, ensure_ascii=False), "\n".join(lines) + "\n"
 
     def hf_config(self, block_size: int | None = None) -> dict[str, Any]:
         """The contents of `tokenizer_config.json`, with which AutoTokenizer keeps every space."""
@@ -406,6 +460,26 @@ def _kind(spec: dict[str, Any], is_byte_level: bool) -> str:
         return "bpe"
     in_order = list(model["vocab"]) == _BYTE_CHARACTERS
     return "byte" if in_order and not model["merges"] else "other"
+
+
+def _checked_specials(names: Sequence[str]) -> list[str]:
+    """Special tokens that can be told from text.
+
+    Raises:
+        TokenizerError: an empty one, one with white space, or the same one twice.
+    """
+    for position, name in enumerate(names):
+        if not name or any(map(str.isspace, name)) or name in names[:position]:
+            raise TokenizerError(
+                f"special token {name!r}: expected text without white space, given once"
+            )
+        _utf8(name)
+    return list(names)
+
+
+def _add_specials(backend: tokenizers.Tokenizer, names: Sequence[str]) -> None:
+    tokens = [tokenizers.AddedToken(name, special=True) for name in _checked_specials(names)]
+    backend.add_special_tokens(tokens)
 
 
 def _code_table(vocab: dict[str, int], specials: dict[str, int]) -> np.ndarray:

@@ -134,19 +134,23 @@ INLINE void backward_sums(const row *r, int64_t n, float *g_sum, float *gx_sum) 
     *gx_sum = sum_chains(t);
 }
 
-INLINE void backward_store(T *dx, const row *r, vf g_mean, vf slope, vf rstd, int64_t j, int64_t n) {
+INLINE void backward_store(T *dx, const T *into, const row *r, vf g_mean, vf slope, vf rstd, int64_t j,
+                           int64_t n) {
     vf centred, g = weighted(r, j, n, &centred);
-    store_first(dx + j, rstd * vfma(-centred, slope, g - g_mean), n);
+    vf change = rstd * vfma(-centred, slope, g - g_mean);
+    store_first(dx + j, into ? load_first(into + j, n) + change : change, n);
 }
 
 INLINE void backward_rows(const call *c, int64_t task, int wide) {
     T *dx = c->ptr[0];
     const T *dy = c->ptr[1], *x = c->ptr[2];
     const float *means = c->ptr[4], *rstds = c->ptr[5];
+    const T *all = c->ptr[6];
     const int64_t rows = c->dim[0], channels = c->dim[1], height = c->dim[2];
     const int64_t end = (task + 1) * height < rows ? (task + 1) * height : rows;
     for (int64_t i = task * height; i < end; i++) {
         const int64_t at = i * channels;
+        const T *into = all ? all + at : NULL;
         const row r = {dy + at, x + at, c->ptr[3], vset(means[i]), wide};
         float g_sum, gx_sum;
         backward_sums(&r, channels, &g_sum, &gx_sum);
@@ -154,12 +158,16 @@ INLINE void backward_rows(const call *c, int64_t task, int wide) {
         vf g_mean = vset(g_sum / (float)channels), rstd = vset(rstds[i]);
         vf slope = rstd * rstd * vset(gx_sum / (float)channels);
         int64_t j = 0;
-        for (; j + VL <= channels; j += VL) backward_store(dx + at, &r, g_mean, slope, rstd, j, VL);
-        if (j < channels) backward_store(dx + at, &r, g_mean, slope, rstd, j, channels - j);
+        for (; j + VL <= channels; j += VL) {
+            backward_store(dx + at, into, &r, g_mean, slope, rstd, j, VL);
+        }
+        if (j < channels) {
+            backward_store(dx + at, into, &r, g_mean, slope, rstd, j, channels - j);
+        }
     }
 }
 
-/* dx; dy, x, weight, mean, rstd; dims as in forward. dx may be dy or x. */
+/* dx; dy, x, weight, mean, rstd, into or NULL; dims as in forward. dx may be dy, x or into. */
 KERNEL(layernorm_backward) {
     if (c->dim[3]) {
         backward_rows(c, task, 1);

@@ -121,16 +121,25 @@ class LayerNorm(Op):
 
 @dataclass(frozen=True)
 class LayerNormGrad(Op):
-    """dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)), g = dy · weight, x̂ = (x - mean) · rstd.
+    """dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)) (+ into), g = dy · weight, x̂ = (x - mean) · rstd.
 
-    dy, x [..., C]; weight [C]; mean, rstd [...]; the means run over C.
+    dy, x [..., C]; weight [C]; mean, rstd [...]; the means run over C. into, [..., C], is set by the
+    fusion pass: the gradient that reaches x past the norm.
     """
 
     name: ClassVar[str] = "layernorm_grad"
-    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0, 1)}
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (5, 0, 1)}
 
-    def infer(self, dy: Spec, x: Spec, weight: Spec, mean: Spec, rstd: Spec) -> Sequence[Spec]:
-        expect_same(self.name, x, dy)
+    def infer(
+        self,
+        dy: Spec,
+        x: Spec,
+        weight: Spec,
+        mean: Spec,
+        rstd: Spec,
+        into: Spec | None = None,
+    ) -> Sequence[Spec]:
+        expect_same(self.name, x, dy, into)
         _expect_parameter("weight", weight, x)
         _expect_statistics(self.name, x, mean, rstd)
         return (x,)
@@ -142,12 +151,14 @@ class LayerNormGrad(Op):
         weight: np.ndarray,
         mean: np.ndarray,
         rstd: np.ndarray,
+        into: np.ndarray | None = None,
     ) -> Sequence[np.ndarray]:
         xhat = (x - mean[..., None]) * rstd[..., None]
         g = dy * weight
         g_mean = g.mean(axis=-1, keepdims=True)
         gx_mean = (g * xhat).mean(axis=-1, keepdims=True)
-        return (rstd[..., None] * (g - g_mean - xhat * gx_mean),)
+        dx = rstd[..., None] * (g - g_mean - xhat * gx_mean)
+        return (dx if into is None else into + dx,)
 
     def cost(self, node: Node) -> Cost:
         return Cost(11 * node.outputs[0].size, touched(node))
@@ -159,7 +170,7 @@ class LayerNormGrad(Op):
         return [
             Launch(
                 suffixed("layernorm_backward", dx.dtype),
-                [dx, *node.inputs],
+                [dx, *(*node.inputs, None)[:6]],
                 1,
                 [*dims, weight.dtype == "float32"],
                 tasks=blocks(dims[0], dims[2]),

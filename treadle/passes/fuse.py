@@ -5,6 +5,7 @@ identity, so that whatever reads them stays valid; only the nodes that produce t
 
     matmul, activation          -> matmul with an activation, its argument as second output
     matmul, add                 -> matmul with a residual
+    layernorm_grad, sum         -> layernorm_grad into the other term
     embedding_grad, sum         -> embedding_grad into the other term (tied embeddings)
     embedding_grad, accumulate  -> embedding_grad into the buffer
     matmul, accumulate          -> matmul into the buffer
@@ -17,10 +18,11 @@ from dataclasses import replace
 
 from treadle.graph.op import Graph, Node, Op, Sum
 from treadle.graph.value import Value
-from treadle.ops.elementwise import Activation, Add
 from treadle.ops.classifier import LinearCrossEntropy, LinearCrossEntropyInto
+from treadle.ops.elementwise import Activation, Add
 from treadle.ops.embedding import EmbeddingGrad
 from treadle.ops.linear import MatMul, MatMulInto
+from treadle.ops.norm import LayerNormGrad
 from treadle.ops.optim import Accumulate
 
 
@@ -31,7 +33,7 @@ def fuse(graph: Graph) -> Graph:
     reader would keep a rule from firing.
     """
     graph.prune()
-    rules = (_activation, _residual, _tied_embedding, _embedding_into, _matmul_into)
+    rules = (_activation, _residual, _norm_grad, _tied_embedding, _embedding_into, _matmul_into)
     for rule in (*rules, _classifier_into):
         sweep = _Sweep(graph)
         for node in list(graph.nodes):
@@ -99,7 +101,7 @@ class _Sweep:
 
 
 def _producer(value: Value | None, op: type[Op], index: int = 0) -> Node | None:
-    """The node of just this op whose output `index` the value is; None where it lives in a buffer."""
+    """The node of just this op whose output `index` the value is; None for one in a buffer."""
     if value is None or value.buffer is not None or value.node is None or value.index != index:
         return None
     return value.node if type(value.node.op) is op else None
@@ -153,6 +155,24 @@ def _residual(sweep: _Sweep, node: Node) -> None:
             inputs = (*(*product.inputs, None)[:3], residual)
             made = Node(product.op, inputs, (node.outputs[0], *rest), product.name)
             sweep.replace((product, node), (made,), at)
+            return
+
+
+# ---------------------------------------------------------------- layernorm_grad, sum
+
+
+def _norm_grad(sweep: _Sweep, node: Node) -> None:
+    if not isinstance(node.op, Sum) or len(node.inputs) != 2:
+        return
+    at = sweep.place[id(node)]
+    for value, term in (node.inputs, node.inputs[::-1]):
+        grad = _producer(value, LayerNormGrad)
+        assert value is not None and term is not None
+        if grad is None or len(grad.inputs) > 5:
+            continue
+        if _only(value, node) and sweep.current(grad, at):
+            made = Node(grad.op, (*grad.inputs, term), node.outputs, grad.name)
+            sweep.replace((grad, node), (made,), at)
             return
 
 
