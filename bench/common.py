@@ -24,6 +24,8 @@ from treadle.models.gpt2 import GPT2
 
 # Contestants' own threads spin for a while after their last call; the next one waits that out.
 PAUSE_SECONDS = 0.1
+# A load average above this means that the machine is not ours alone.
+BUSY_LOAD = 0.5
 # AdamW reads w, g, m, v and writes w, m, v, all float32; with bf16 it writes a copy of w as well.
 OPTIMIZER_BYTES = {"fp32": 28, "bf16": 30}
 
@@ -116,14 +118,19 @@ def parser(description: str, presets: Sequence[str], seconds: float) -> argparse
     """The options that every program has. presets, seconds: the defaults."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument(
-        "presets", nargs="*", metavar="PRESET", help=f"of {', '.join(PRESETS)}; {' '.join(presets)}"
+        "presets",
+        nargs="*",
+        metavar="PRESET",
+        help=f"of {', '.join(PRESETS)}; default: {', '.join(presets)}",
     )
     made.add_argument(
         "--precision", choices=PRECISIONS, action="append", help="repeatable; default: both"
     )
     made.add_argument("--threads", type=int, help="of all contestants; default: physical cores")
-    made.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
-    made.add_argument("--seconds", type=float, default=seconds, help="of each turn, at least")
+    made.add_argument("--rounds", type=int, default=7, help="turns of each contestant; %(default)s")
+    made.add_argument(
+        "--seconds", type=float, default=seconds, help="of each turn, at least; %(default)s"
+    )
     for precision in PRECISIONS:
         made.add_argument(
             f"--peak-{precision}",
@@ -195,8 +202,9 @@ def header(setting: Setting, **peers: str) -> dict[str, Any]:
     backend = CpuBackend(setting.threads)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     versions = ", ".join(f"{name} {version}" for name, version in peers.items())
-    busy = "" if load is None else f"; load average {load:.1f}"
-    print(f"{backend.describe()}; {versions}; {processor()}{busy}")
+    print(f"{backend.describe()}; {versions}; {processor()}")
+    if load is not None and load > BUSY_LOAD:
+        print(f"the load average is {load:.1f}: if others compute too, ratios come out too high")
     return {
         "device": backend.describe(),
         "library": backend.library.info,

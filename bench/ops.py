@@ -5,7 +5,9 @@
 
 Every op has two rows: forward alone, and forward with the gradients of all its inputs. Results and
 gradients are first compared with PyTorch's in fp32. Then the two sides take turns in this one
-process, with pauses in which their threads go to sleep, and a call before each measurement.
+process, with pauses in which their threads go to sleep, and a call before each measurement. On a
+busy machine ratios come out too high, as train_cpu.py explains.
+
 Inputs stay the same, so that what fits in the caches is there: the floor, the longer of arithmetic
 at the declared peak and of memory traffic at the declared bandwidth, can be beaten by small ops.
 

@@ -167,12 +167,13 @@ class Calls:
         calls = np.array(self.rows, CALL)
         first = np.array(self.first, np.int64)
         stride = -(-scratch_bytes // 64) * 64
-        scratch = aligned_bytes(threads * stride)
+        scratch, beyond = guarded_bytes(threads * stride)
         status = library.treadle_run(
             pointer(calls), pointer(first), ctypes.c_int64(first.size - 1),
             ctypes.c_int(threads), pointer(scratch), ctypes.c_int64(stride),
         )  # fmt: skip
         assert status == 0
+        assert (beyond == 0xFF).all(), "nothing is written beside scratch"
 
 
 def aligned_bytes(count: int) -> np.ndarray:
@@ -180,6 +181,12 @@ def aligned_bytes(count: int) -> np.ndarray:
     raw = np.full(count + 64, 0xFF, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + count]
+
+
+def guarded_bytes(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Such bytes, and those that follow them."""
+    whole = aligned_bytes(count + 4096)
+    return whole[:count], whole[count:]
 
 
 def erf64(x: np.ndarray) -> np.ndarray:
@@ -227,19 +234,20 @@ def run_matmul(
 ) -> None:
     """out = (out +) (residual +) f(scale a b + bias); transposes are NumPy views."""
     (m, k), n = a.shape, b.shape[1]
-    cut = tiles or matmul_tiles(m, n, k)
+    cut = tiles or matmul_tiles(m, n, k, a.itemsize, strides(a))
     suffix = "f32" if a.dtype == np.float32 else "bf16"
     flags = accumulate + 2 * (out.dtype == np.float32)
     calls = Calls()
-    packed = None
+    packed, beyond = guarded_bytes(cut.packed_bytes)
     if cut.packed_bytes:
-        packed = aligned_bytes(cut.packed_bytes)
-        dims = [m, k, *strides(a), cut.groups, cut.k_blocks]
-        calls.add(library, f"matmul_pack_{suffix}", cut.pack_tasks, [packed, a], dims)
+        shared, lines = (b.T, n) if cut.by_rows else (a, m)
+        dims = [lines, k, *strides(shared), int(cut.by_rows)]
+        calls.add(library, f"matmul_pack_{suffix}", cut.pack_tasks, [packed, shared], dims)
         calls.end_phase()
     dims = [m, n, k, *strides(a), *strides(b), strides(out)[0]]
-    dims += [cut.groups, cut.column_blocks, cut.k_blocks, ACTIVATIONS.index(activation), flags]
-    arrays = [out, pre, a, b, bias, residual, packed]
+    dims += [int(cut.by_rows), cut.blocks, cut.k_blocks, ACTIVATIONS.index(activation), flags]
+    arrays = [out, pre, a, b, bias, residual, packed if cut.packed_bytes else None]
     calls.add(library, f"matmul_{suffix}", cut.tasks, arrays, dims, [scale])
     calls.end_phase()
     calls.run(library, threads, cut.scratch_bytes)
+    assert (beyond == 0xFF).all(), "nothing is written beside the packed operand"

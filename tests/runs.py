@@ -16,6 +16,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,26 @@ SMALL = (
     *("--threads", "1"),
 )
 """Flags of a model that makes a step in less than a millisecond, if threads need not wait."""
+
+SPIKY = (
+    *("--set", "train.spike_window=6", "--set", "train.spike_zscore=0.5"),
+    *("--set", "train.on_spike=skip"),
+)
+"""Spikes are common at this limit, so that a short run has some; their updates are left out."""
+
+BUSY = (
+    *SMALL,
+    *("--set", "model.dropout=0.1", "--set", "train.grad_accum=2", "--lr", "0.01"),
+    *("--set", "train.eval_every=10", "--set", "checkpoint.every=5"),
+)
+"""Flags of a run in which much happens."""
+
+EVERYTHING = (
+    *(*BUSY, *SPIKY, "--tensorboard", "--set", "train.on_nonfinite=skip"),
+    *("--set", "train.sample_every=10", "--set", "checkpoint.keep=2"),
+    *("--set", "checkpoint.keep_every=15", "--steps", "40"),
+)
+"""Flags of a run with all that can be switched on."""
 
 RESUMED_FILES = ("model.safetensors", "optimizer.safetensors")
 TIMES = ("tokens_per_s", "step_ms")
@@ -88,6 +109,15 @@ def fail(*args: object) -> str:
 
 def checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def wait_for(run_dir: Path, step: int) -> Path:
+    """The checkpoint of a step, when the process that writes it beside its training is done."""
+    limit, path = time.monotonic() + TIMEOUT, checkpoint(run_dir, step)
+    while not path.exists():
+        assert time.monotonic() < limit, f"no {path}"
+        time.sleep(0.01)
+    return path
 
 
 def steps_of(run_dir: Path) -> list[int]:

@@ -16,6 +16,7 @@ from treadle.graph.op import Graph, add_all
 from treadle.graph.program import Program
 from treadle.graph.value import Value
 from treadle.ops import elementwise
+from treadle.ops.classifier import linear_cross_entropy
 from treadle.ops.elementwise import activation, add, mul, scale, sum_leading
 from treadle.ops.embedding import Embedding
 from treadle.ops.linear import linear, matmul
@@ -344,6 +345,69 @@ def _order_impossible(s: Sketch) -> None:
 def test_accumulation_stays_out(build: Build) -> None:
     ops = agree(build, NumpyBackend("float64")).ops()
     assert "accumulate" in ops and "matmul_into" not in ops
+
+
+# ---------------------------------------------------------------- linear_cross_entropy
+
+
+def classifier(s: Sketch, x: Value, weight: Value) -> Value:
+    """The loss of a linear layer's output, seeded with `dloss`."""
+    targets = s.read("targets", *x.shape[:-1], dtype="int32")
+    return linear_cross_entropy(x, weight, targets, s.read("dloss"))[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_classifier_accumulates_in_its_buffer(backend: NumpyBackend | str) -> None:
+    def build(s: Sketch) -> None:
+        x, weight = s.read("x", ROWS, INNER), s.read("w", VOCABULARY, INNER)
+        dx, dweight = gradients(classifier(s, x, weight), [x, weight], s.read("dloss"))
+        s.output("dx", dx)
+        accumulate(s.read("w.grad", VOCABULARY, INNER), dweight)
+
+    assert agree(build, backend).ops() == ["linear_cross_entropy_into"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_tied_classifier_and_embedding_share_a_buffer(
+    backend: NumpyBackend | str, accumulates: bool
+) -> None:
+    def build(s: Sketch) -> None:
+        wte = s.read("wte", VOCABULARY, INNER)
+        h = s.graph.apply(Embedding(), s.read("tokens", 2, 3, dtype="int32"), wte)[0]
+        loss = classifier(s, activation(h, "gelu"), wte)
+        (dwte,) = gradients(loss, [wte], s.read("dloss"))
+        if accumulates:
+            accumulate(s.read("wte.grad", VOCABULARY, INNER), dwte)
+        else:
+            s.output("wte.grad", dwte)
+
+    graph = agree(build, backend).graph
+    first, last = (n for n in graph.nodes if "cross_entropy" in n.name or "embedding_" in n.op.name)
+    assert first.op.name == f"linear_cross_entropy{'_into' if accumulates else ''}"
+    assert last.inputs[2] is first.outputs[3]
+    assert {n.op.name for n in graph.nodes}.isdisjoint(("sum", "accumulate"))
+
+
+def _gradient_of_classifier_used_twice(s: Sketch, dweight: Value) -> None:
+    s.output("z", scale(dweight, 3.0))
+
+
+def _old_content_is_read_afterwards(s: Sketch, dweight: Value) -> None:
+    s.output("old", scale(s.read("w.grad", VOCABULARY, INNER), 2.0))
+
+
+@pytest.mark.parametrize(
+    "also", [_gradient_of_classifier_used_twice, _old_content_is_read_afterwards]
+)
+def test_classifier_stays_out_of_the_buffer(also: Callable[[Sketch, Value], None]) -> None:
+    def build(s: Sketch) -> None:
+        x, weight = s.read("x", ROWS, INNER), s.read("w", VOCABULARY, INNER)
+        (dweight,) = gradients(classifier(s, x, weight), [weight], s.read("dloss"))
+        also(s, dweight)
+        accumulate(s.read("w.grad", VOCABULARY, INNER), dweight)
+
+    assert "accumulate" in agree(build, NumpyBackend("float64")).ops()
 
 
 # ---------------------------------------------------------------- embedding gradients

@@ -7,7 +7,15 @@ import dataclasses
 
 import numpy as np
 import pytest
-from kernels_c import ACTIVATIONS, ISAS, activated, load_library, rounded_to_bf16, run_matmul
+from kernels_c import (
+    ACTIVATIONS,
+    ISAS,
+    activated,
+    load_library,
+    rounded_to_bf16,
+    run_matmul,
+    strides,
+)
 
 from treadle.ops.tiles import matmul_tiles
 
@@ -124,19 +132,23 @@ def test_matmul_of_bf16(library: ctypes.CDLL, output: type, ta: bool, tb: bool) 
     check_error(out, exact, naive, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [(200, 300, 1700), (300, 200, 1701)], ids=str)
 def test_matmul_has_the_same_bits_for_any_number_of_threads_and_either_packing(
-    library: ctypes.CDLL,
+    library: ctypes.CDLL, size: tuple[int, int, int], dtype: str
 ) -> None:
-    m, n, k = 200, 300, 500
+    m, n, k = size
     rng = np.random.default_rng(6)
-    a, b = operand(rng, m, k, False), operand(rng, k, n, True)
+    a, b = operand(rng, m, k, True), operand(rng, k, n, True)
+    if dtype == "bfloat16":
+        a, b = rounded_to_bf16(a.T).T, rounded_to_bf16(b.T).T
     results = []
-    cut = matmul_tiles(m, n, k)
-    whole = dataclasses.replace(cut, packed_bytes=4 * k * cut.groups * (m + 14))
-    inside = dataclasses.replace(
-        cut, packed_bytes=0, scratch_bytes=cut.scratch_bytes + 4 * k * (m + 14)
+    shared = matmul_tiles(m, n, k, a.itemsize, strides(a))
+    assert shared.packed_bytes and shared.k_blocks > 1 and shared.tasks > 2
+    alone = dataclasses.replace(
+        shared, packed_bytes=0, scratch_bytes=shared.scratch_bytes + shared.packed_bytes
     )
-    for threads, tiles in [(1, whole), (2, whole), (5, whole), (1, inside), (3, inside)]:
+    for threads, tiles in [(1, shared), (2, shared), (5, shared), (1, alone), (3, alone)]:
         out = np.zeros((m, n), np.float32)
         run_matmul(library, out, a, b, threads=threads, tiles=tiles)
         results.append(out)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from treadle.errors import CheckpointError, ConfigError, CorruptError, TrainingError
-from treadle.train.metrics import COLUMNS, MetricsWriter, read_metrics
+from treadle.train.metrics import ALWAYS, COLUMNS, MetricsWriter, read_metrics
 from treadle.train.report import Report, duration, loss_curve, printable
 from treadle.train.schedule import SCHEDULES, learning_rate
 
@@ -54,14 +54,15 @@ def csv_steps(run: Path) -> list[int]:
 
 
 def test_both_files_hold_every_number_exactly(tmp_path: Path) -> None:
-    wanted = [line(1), line(2, val_loss=math.pi, epoch=0.5), line(3, loss=5e-324)]
+    all_columns = {"val_loss": math.pi, "epoch": 0.5, "spike": 6.5, "skipped": 2}
+    wanted = [line(1), line(2, **all_columns), line(3, loss=5e-324)]
     with MetricsWriter(tmp_path) as writer:
         for record in wanted:
             writer.write(**record)
         assert read_metrics(tmp_path) == wanted  # readable while the run goes on
     assert read_metrics(tmp_path / "metrics.jsonl") == wanted
     raw = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
-    assert list(json.loads(raw[0])) == list(COLUMNS[:-1])
+    assert list(json.loads(raw[0])) == list(ALWAYS)
     assert list(json.loads(raw[1])) == list(COLUMNS)
     with open(tmp_path / "metrics.csv", newline="") as file:
         rows = list(csv.reader(file))

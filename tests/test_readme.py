@@ -20,6 +20,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from textwrap import dedent, indent
+from typing import Any
 
 import pytest
 import typer
@@ -55,6 +56,13 @@ QUICKER = {
     "treadle train --data story.txt": "--steps 2 --run-steps 1",
     "treadle train --data story.txt --out runs/mine": "--steps 2",
     "treadle train --out runs/story": "",
+    "treadle train --out runs/story --list-checkpoints": "",
+    "treadle prepare libro.txt --tokenizer spanish --out tokens/libro": "",
+    "treadle train configs/spanish-5m.json --data tokens/libro": "--run-steps 1",
+    "treadle generate runs/spanish-5m --prompt": "--tokens 5",
+    "treadle eval runs/story --data story.txt": "",
+    "treadle report runs/story": "",
+    "treadle plot runs/story -o loss.png": "",
     "treadle train --out runs/story --steps 3000": "--steps 4",
     "treadle train --data story.txt --write-config story.json": "",
     'treadle generate runs/story --prompt "Once upon a time"': "--tokens 5",
@@ -109,6 +117,8 @@ def run_commands(page: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Runs the commands of a page, in order, beside a short story.txt."""
     patch.chdir(folder)
     Path("story.txt").write_text(generate_stories("en", 3), encoding="utf-8")
+    Path("libro.txt").write_text(generate_stories("es", 100), encoding="utf-8")
+    shutil.copytree(ROOT / "configs", "configs")
     for line in command_lines(page):
         if line not in NOT_RUN:
             program, *arguments = shlex.split(quicker(line))
@@ -151,10 +161,15 @@ def test_every_quicker_command_is_used() -> None:
 
 
 @cache
-def options_of(command: str) -> set[str]:
-    app = typer.Typer()
+def parameters_of(command: str) -> list[Any]:
+    app = typer.Typer(add_completion=False)
     app.command()(import_module(f"treadle.cli.{COMMANDS[command][0]}").command)
-    parameters = typer.main.get_command(app).params  # type: ignore[attr-defined]
+    return typer.main.get_command(app).params  # type: ignore[attr-defined]
+
+
+@cache
+def options_of(command: str) -> set[str]:
+    parameters = parameters_of(command)
     return {name for p in parameters for name in (*p.opts, *p.secondary_opts)} | {"--help"}
 
 
@@ -359,6 +374,34 @@ def sizes() -> str:
     return _table(header, [list(row.values()) for row in rows])
 
 
+def flags(command: str) -> str:
+    rows = []
+    for p in parameters_of(command):
+        if p.param_type_name != "option" or p.name == "help":
+            continue
+        names = ", ".join(f"`{name}`" for name in (*p.opts, *p.secondary_opts))
+        takes = f" `{p.metavar}`" if p.metavar else ""
+        default = "" if p.required or p.default in (None, "", False) else f"`{p.default}`"
+        rows.append([names + takes, default, p.help])
+    return _table([f"`treadle {command}`", "default", "what it does"], rows)
+
+
+def train_flags() -> str:
+    return flags("train")
+
+
+def eval_flags() -> str:
+    return flags("eval")
+
+
+def report_flags() -> str:
+    return flags("report")
+
+
+def plot_flags() -> str:
+    return flags("plot")
+
+
 def imports() -> str:
     rows = [
         [f"`{unit}`", ", ".join(f"`{name}`" for name in sorted(others)) or "nothing of ours"]
@@ -367,7 +410,10 @@ def imports() -> str:
     return _table(["module", "may import"], rows)
 
 
-GENERATED: dict[Path, list[Callable[[], str]]] = {TRAINING: [sizes, keys], ARCHITECTURE: [imports]}
+GENERATED: dict[Path, list[Callable[[], str]]] = {
+    TRAINING: [sizes, keys, train_flags, report_flags, plot_flags, eval_flags],
+    ARCHITECTURE: [imports],
+}
 
 
 def generated(page: Path) -> Iterator[tuple[str, str]]:

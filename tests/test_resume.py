@@ -21,6 +21,7 @@ from runs import (
     snapshot,
     steps_of,
     succeed,
+    wait_for,
     write_text,
 )
 
@@ -89,6 +90,7 @@ def test_failure_10_killed_and_resumed(
     command = ("train", "--data", text, *FLAGS, "--steps", 60, "--out", out)
     with held("step", 36, *command, *before) as one:
         assert metrics(out)[-1]["step"] == 36
+        wait_for(out, 30)
         assert f"in use by process {one.process.pid}" in fail(*command)
         one.process.kill()
         one.finish()
@@ -122,7 +124,7 @@ def test_stints_are_one_stretch(stretch: Path, text: Path, tmp_path: Path) -> No
 def test_a_finished_run_is_left_as_it_is(short: Path) -> None:
     resume(short)
     before = snapshot(short)
-    assert "resuming at step 60" in resume(short)
+    assert "this run is finished at step 60" in resume(short)
     assert snapshot(short) == before
 
 

@@ -35,6 +35,7 @@ from runs import (
     snapshot,
     steps_of,
     succeed,
+    wait_for,
     write_text,
 )
 from treadle import models
@@ -118,7 +119,7 @@ def test_metrics_have_every_key_and_the_epoch(text: Path, tmp_path: Path) -> Non
     assert [line["epoch"] for line in lines] == [4 * step // windows for step in range(20)]
     assert lines[-1]["epoch"] >= 2
     table = (out / "metrics.csv").read_text().splitlines()
-    assert table[0].split(",") == [*always, "val_loss"] and len(table) == 21
+    assert table[0].split(",") == [*always, "val_loss", "spike", "skipped"] and len(table) == 21
 
 
 def test_the_checkpoint_holds_what_was_trained(twin: Path) -> None:
@@ -281,7 +282,7 @@ def test_failure_15_ctrl_c_twice(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = ("train", "--data", text, *FLAGS, "--out", out)
     with held("step", 7, *command) as interrupted:
-        before = snapshot(checkpoint(out, 5))
+        before = snapshot(wait_for(out, 5))
         interrupted.process.send_signal(signal.SIGINT)
         assert interrupted.process.stderr is not None
         for line in interrupted.process.stderr:

@@ -22,10 +22,16 @@ from treadle.graph.value import Value
 from treadle.models.base import Model, declare
 from treadle.ops.loss import mean
 from treadle.train.checkpoint import load_checkpoint, save_checkpoint
-from treadle.train.program import SCALARS, OptimizerSettings, add_update, train_graph
+from treadle.train.program import (
+    SCALARS,
+    OptimizerSettings,
+    add_evaluate,
+    add_update,
+    train_graph,
+)
 from treadle.train.registry import find_checkpoint
 from treadle.train.schedule import learning_rate
-from treadle.train.session import Session
+from treadle.train.session import Batches, Session, evaluate
 
 PathLike = str | os.PathLike[str]
 
@@ -110,14 +116,27 @@ class LanguageModel:
         self.weights, self._decoder = session.weights(), None
         session.executable.close()
 
-    def loss(self, tokens: np.ndarray, batch_size: int = 8) -> float:
-        """Mean cross-entropy in nats over all of tokens [N], in windows of block_size."""
-        session = Session(
-            self.model, self.backend, OptimizerSettings(), batch_size, self.model.block_size
-        )
-        session.load_weights(self.weights)
-        value = session.evaluate(eval_windows(tokens, self.model.block_size, batch_size))
-        session.executable.close()
+    def loss(
+        self,
+        tokens: np.ndarray,
+        batch_size: int = 8,
+        watch: Callable[[Batches, int], Batches] | None = None,
+    ) -> float:
+        """Mean cross-entropy in nats over all of tokens [N], in windows of block_size.
+
+        watch: gets the batches and how many there are, and returns them, to show progress.
+        """
+        program, block = Program(), self.model.block_size
+        declare(program, self.model)
+        add_evaluate(program, self.model, batch_size, block)
+        executable = self.backend.load(program)
+        for name, array in self.weights.items():
+            executable.write(name, array)
+        batches: Batches = eval_windows(tokens, block, batch_size)
+        if watch is not None:
+            batches = watch(batches, -(-(len(tokens) - 1) // (batch_size * block)))
+        value = evaluate(executable, batches)
+        executable.close()
         return value
 
     def generate(self, prompt: str = "", tokens: int = 200, **sampling: Any) -> str:

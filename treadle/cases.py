@@ -192,6 +192,10 @@ def _optim() -> list[Case]:
     rows.append(Case(optim.GlobalNorm(1.0), [scalar(1.0), (70001,)], dtypes=dtypes))
     nan = Input((33,), FLOAT, constant(float("nan")))
     rows.append(Case(optim.GlobalNorm(1.0), [scalar(1.0), (31,), nan], dtypes=dtypes, note=" NaN"))
+    limited = optim.GlobalNorm(1.0, limited=True)
+    for loss in (2.0, 3.0, float("nan"), float("inf")):
+        limits = [scalar(1.0), scalar(loss), scalar(2.0)]
+        rows.append(Case(limited, [*limits, (31,)], dtypes=dtypes, note=f" loss={loss:g}"))
     return rows
 
 
@@ -316,8 +320,8 @@ def _classifier() -> list[Case]:
             (" some ignored", integers(-2, vocabulary + 1)),
             (" all ignored", constant(-1)),
         ):
-            inputs = [x, Input(weight, make=lambda *a: 0.3 * normal(*a))]
-            inputs.append(Input(shape, "int32", make))
+            table = Input(weight, make=lambda *a: 0.3 * normal(*a))
+            inputs = [Input(x), table, Input(shape, "int32", make)]
             note += "" if chunk is None else f" chunks of {chunk}"
             evaluated = LinearCrossEntropyLoss(chunk=chunk)
             rows.append(Case(evaluated, inputs, small, outputs=(0,), note=note))
@@ -325,7 +329,7 @@ def _classifier() -> list[Case]:
             into = [*inputs, dloss, Input(weight, WIDE)]
             rows.append(Case(LinearCrossEntropyInto(chunk=chunk), into, note=note))
     ignored = Input((31,), "int32", integers(0, 3))
-    inputs = [(31, 5), (33, 5), ignored]
+    inputs = [Input((31, 5)), Input((33, 5)), ignored]
     rows.append(Case(LinearCrossEntropyLoss(2), inputs, True, outputs=(0,), note=" ignore 2"))
     rows.append(Case(LinearCrossEntropy(2), [*inputs, dloss], note=" ignore 2"))
     return rows

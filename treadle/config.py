@@ -199,6 +199,23 @@ class TrainConfig(_Section):
         50, "Batches of a periodic evaluation; null takes the whole split."
     )
     sample_every: Period = _key(500, "Steps between samples; 0 turns them off.")
+    on_nonfinite: Literal["stop", "skip"] = _key(
+        "stop",
+        "At a loss or gradient that is NaN or infinite: stop, or leave the update out and go on.",
+    )
+    on_spike: Literal["stop", "skip", "go_on"] = _key(
+        "go_on",
+        "At a loss that spikes: stop, leave the update out, or train on it; it is named always.",
+    )
+    spike_window: Annotated[Integer, Field(ge=2)] = _key(
+        100, "Losses before a step that decide whether its own is a spike."
+    )
+    spike_zscore: Annotated[float, Field(gt=0)] = _key(
+        6.0, "A spike is so many standard deviations above the mean of the window."
+    )
+    tensorboard: bool = _key(
+        False, "Write TensorBoard event files beside the metrics; needs the extra tensorboard."
+    )
 
 
 class OptimizerConfig(_Section):
@@ -240,6 +257,9 @@ class CheckpointConfig(_Section):
 
     every: Period = _key(500, "Steps between checkpoints; 0 writes only the one at the end.")
     keep: Period = _key(3, "Newest checkpoints to keep beside the best one; 0 keeps all.")
+    keep_every: Period = _key(
+        0, "Keep each checkpoint whose step is a multiple of this as well; 0 keeps none for that."
+    )
 
 
 class Config(_Section):
@@ -297,11 +317,6 @@ def _conflicts(config: Config) -> Iterable[str]:
             )
         if data.vocab_size < MIN_BPE_VOCAB:
             yield f"data.vocab_size: got {data.vocab_size}; a BPE needs >= {MIN_BPE_VOCAB}"
-        if model.vocab_size is not None and model.vocab_size < data.vocab_size:
-            yield (
-                f"model.vocab_size: {model.vocab_size} is less than data.vocab_size "
-                f"{data.vocab_size}; leave it null"
-            )
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
@@ -563,8 +578,14 @@ RESUMABLE_KEYS = frozenset(
         "train.eval_every",
         "train.eval_batches",
         "train.sample_every",
+        "train.on_nonfinite",
+        "train.on_spike",
+        "train.spike_window",
+        "train.spike_zscore",
+        "train.tensorboard",
         "checkpoint.every",
         "checkpoint.keep",
+        "checkpoint.keep_every",
     }
 )
 """The keys that may differ between a run and its resumption."""

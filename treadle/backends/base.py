@@ -31,6 +31,10 @@ class Executable(ABC):
     def read(self, name: str) -> np.ndarray:
         """A copy of a buffer's content (bfloat16 as float32)."""
 
+    def read_into(self, name: str, target: np.ndarray) -> None:
+        """Copy a buffer's content into an array of its shape, without other memory."""
+        np.copyto(target, self.read(name))
+
     @abstractmethod
     def run(self, *graphs: str) -> None:
         """Run graphs one after another, as one call."""

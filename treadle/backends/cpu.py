@@ -236,6 +236,12 @@ class CpuExecutable(Executable):
         view = self._views[name]
         return from_bfloat16(view) if buffer.dtype == "bfloat16" else view.copy()
 
+    def read_into(self, name: str, target: np.ndarray) -> None:
+        if self.buffer(name).dtype == "bfloat16":
+            super().read_into(name, target)
+        else:
+            np.copyto(target, self._views[name])
+
     def run(self, *graphs: str) -> None:
         self._worker.submit(self._run, graphs).result()
 

@@ -76,6 +76,10 @@ class NumpyExecutable(Executable):
         self.buffer(name)
         return self.arrays[name].copy()
 
+    def read_into(self, name: str, target: np.ndarray) -> None:
+        self.buffer(name)
+        np.copyto(target, self.arrays[name])
+
     def run(self, *graphs: str) -> None:
         for name in graphs:
             self.profile(name)

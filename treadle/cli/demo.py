@@ -29,14 +29,14 @@ FULL: dict[str, Any] = {
     "model.n_head": 8,
     "model.n_embd": 128,
     "model.block_size": 160,
-    "train.steps": 2400,
+    "train.steps": 3000,
     "optimizer.lr": 4e-3,
 }
 SMALL: dict[str, Any] = {
     "model.n_head": 2,
     "model.n_embd": 64,
     "model.block_size": 96,
-    "train.steps": 700,
+    "train.steps": 600,
     "optimizer.lr": 6e-3,
 }
 COMPILERS = (

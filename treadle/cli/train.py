@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
 
 from treadle.cli.options import with_flags
-from treadle.config import Config, dump_config
+from treadle.cli.tables import mebibytes, table
+from treadle.config import Config, dump_config, with_values
 
 
 @with_flags
@@ -28,6 +30,12 @@ def command(
     run_steps: int | None = typer.Option(
         None, min=1, help="Stop after so many more steps, with a checkpoint.", show_default=False
     ),
+    tensorboard: bool = typer.Option(
+        False, "--tensorboard", help="Write TensorBoard event files into the run directory too."
+    ),
+    list_checkpoints: bool = typer.Option(
+        False, "--list-checkpoints", help="List the checkpoints of the run directory and leave."
+    ),
     write_config: Path | None = typer.Option(
         None,
         metavar="FILE",
@@ -42,8 +50,42 @@ def command(
     """
     from treadle.train.run import Request, resolve, train
 
+    run = out or Path("runs", name)
+    if list_checkpoints:
+        print(checkpoint_table(run))
+        return
+    if tensorboard:
+        config = with_values(config, {"train.tensorboard": True})
     if write_config is not None:
         dump_config(resolve(config)[0] if config.data.path else config, write_config)
         print(f"wrote {write_config}")
         return
-    train(Request(config, out or Path("runs", name), resume, init_from, run_steps))
+    train(Request(config, run, resume, init_from, run_steps))
+
+
+def checkpoint_table(run: Path) -> str:
+    """The checkpoints of a run, every file verified. CheckpointError where there are none."""
+    from treadle.errors import CheckpointError
+    from treadle.train.registry import Registry
+
+    found = Registry(run).listed()
+    if not found:
+        raise CheckpointError(f"{run}: no checkpoints; train it first, or name a run with --out")
+    now, rows = datetime.now(UTC), []
+    for row in found:
+        losses = ("-" if x is None else f"{x:.4f}" for x in (row.train_loss, row.val_loss))
+        age = "-" if row.time is None else _age((now - row.time).total_seconds())
+        marks = ", ".join(name for name in ("best", "latest") if getattr(row, name))
+        state = "intact" if row.fault is None else "damaged"
+        rows.append((row.step, *losses, mebibytes(row.size), age, state, marks))
+    header = ("step", "train loss", "val loss", "size", "age", "state", "")
+    faults = [f"step {row.step}: {row.fault}" for row in found if row.fault is not None]
+    return "\n".join([table(rows, header, left=0), *faults])
+
+
+def _age(seconds: float) -> str:
+    """`42 s`, `5 min`, `3 h` or `12 d`."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

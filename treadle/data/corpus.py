@@ -43,7 +43,7 @@ from treadle.config import TOKENIZERS, Config, DataConfig, fill_from_corpus, wit
 from treadle.data.sampler import too_short
 from treadle.data.shards import id_range, pieces, read_tokens, write_tokens
 from treadle.data.tokenizer import BLANK_LINE, TOKENIZER_FILE, Tokenizer
-from treadle.errors import ConfigError, DataError
+from treadle.errors import ConfigError, CorruptError, DataError
 from treadle.files import sync_directory, write_atomic
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -150,17 +150,33 @@ def text_files(path: str | os.PathLike[str]) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DataError(f"{path}: no such file or directory; give a text file or a directory")
-    found = []
-    for folder, folders, names in os.walk(path, onerror=_cannot_read):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [
-            Path(folder, name)
-            for name in names
-            if name.lower().endswith(TEXT_SUFFIXES) and not name.startswith(".")
-        ]
+    found = files_under(path, TEXT_SUFFIXES)
     if not found:
         raise DataError(f"{path}: holds no {' or '.join(TEXT_SUFFIXES)} file and no {TRAIN_FILE}")
+    return found
+
+
+def files_under(folder: str | os.PathLike[str], suffixes: tuple[str, ...]) -> list[Path]:
+    """The files at any depth whose names end in one of `suffixes`, sorted by path; names that
+    begin with a dot are left out.
+
+    Raises:
+        DataError: a folder that cannot be read.
+    """
+    found = []
+    for inside, folders, names in os.walk(folder, onerror=_cannot_read):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [
+            Path(inside, name)
+            for name in names
+            if name.lower().endswith(suffixes) and not name.startswith(".")
+        ]
     return sorted((file for file in found if file.is_file()), key=lambda file: file.parts)
+
+
+def byte_order_mark(data: bytes) -> tuple[bytes, str]:
+    """The mark that some bytes begin with and the encoding it tells; no mark tells UTF-8."""
+    return next(((mark, name) for mark, name in _MARKS if data.startswith(mark)), (b"", "utf-8"))
 
 
 def decode_text(data: bytes, where: str) -> str:
@@ -169,9 +185,7 @@ def decode_text(data: bytes, where: str) -> str:
     Raises:
         DataError: not text, with the offset of the first bad byte.
     """
-    mark, encoding = next(
-        ((mark, name) for mark, name in _MARKS if data.startswith(mark)), (b"", "utf-8")
-    )
+    mark, encoding = byte_order_mark(data)
     if encoding == "utf-8" and b"\0" in data:
         raise DataError(
             f"{where}: zero byte at offset {data.index(0)}: a binary file, or UTF-16 without "
@@ -334,6 +348,7 @@ def load_tokens(path: str | os.PathLike[str], data: DataConfig) -> Dataset:
 
     Raises:
         DataError: files that cannot be used, or ids outside of the vocabulary.
+        CorruptError: token files that are not those which metadata.json names.
     """
     path = Path(path)
     train = read_tokens(path / TRAIN_FILE)
@@ -358,9 +373,21 @@ def load_tokens(path: str | os.PathLike[str], data: DataConfig) -> Dataset:
             f"{path}: a token is {largest}, but the vocabulary has {vocab_size} ids; "
             "the tokenizer belongs to other tokens"
         )
-    files = [path / name for name in (TRAIN_FILE, VAL_FILE) if (path / name).is_file()]
-    digests = tuple(map(_file_sha256, files))
-    return Dataset(train, val, tokenizer, vocab_size, corpus_size(path), digests, metadata)
+    digests = {
+        name: _file_sha256(path / name)
+        for name in (TRAIN_FILE, VAL_FILE)
+        if (path / name).is_file()
+    }
+    for name in (TRAIN_FILE, VAL_FILE):
+        told = metadata.get(name)
+        if isinstance(told, dict) and told.get("sha256") != digests.get(name):
+            raise CorruptError(
+                f"{path / name}: is not the file that {METADATA_FILE} names; prepare it again, or "
+                f"delete {METADATA_FILE} to use it as it is"
+            )
+    return Dataset(
+        train, val, tokenizer, vocab_size, corpus_size(path), tuple(digests.values()), metadata
+    )
 
 
 def _given_tokenizer(data: DataConfig) -> Tokenizer | None:

@@ -19,7 +19,6 @@ without tiktoken they are the same and take longer.
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -46,7 +45,7 @@ class FastEncoder:
 
     def __call__(self, text: str) -> np.ndarray | None:
         """The ids of a text without lone surrogates, int32 [N], or None: ask the library."""
-        if len(text) > _LONGEST or not (text.isascii() or _unproved().search(text) is None):
+        if len(text) > _LONGEST or not is_proved(text):
             return None
         return np.array(self._encode(text), np.int32)
 
@@ -78,22 +77,26 @@ def fast_encoder(
     return FastEncoder(ranks)
 
 
+def is_proved(text: str) -> bool:
+    """Whether every character has one class in all versions of Unicode."""
+    if text.isascii():
+        return True
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    return not _unproved()[np.minimum(codes, _TABLED)].any()
+
+
 @cache
-def _unproved() -> re.Pattern[str]:
-    """Finds characters whose class is not the same in Unicode 3.2 and in Python's version, or
-    that neither knows yet."""
+def _unproved() -> np.ndarray:
+    """Of each code point, whether its class is not the same in Unicode 3.2 and in Python's
+    version, or neither knows it yet; bool [_TABLED + 1], the last for all beyond."""
     old, new = unicodedata.ucd_3_2_0, unicodedata
-    ranges: list[list[int]] = []
-    for code in range(0x80, _TABLED):
-        character = chr(code)
-        category = new.category(character)
-        if category == "Cn" or _class(category) != _class(old.category(character)):
-            if ranges and ranges[-1][1] == code - 1:
-                ranges[-1][1] = code
-            else:
-                ranges.append([code, code])
-    parts = "".join(f"{chr(low)}-{chr(high)}" for low, high in ranges)
-    return re.compile(f"[{parts}{chr(_TABLED)}-\U0010ffff]")
+    unproved = np.ones(_TABLED + 1, bool)
+    for code in range(_TABLED):
+        category = new.category(chr(code))
+        same = _class(category) == _class(old.category(chr(code)))
+        unproved[code] = category == "Cn" or not same
+    unproved[0x180E] = True  # white space in Unicode 4.0 to 6.2, and neither before nor after
+    return unproved
 
 
 def _class(category: str) -> str:

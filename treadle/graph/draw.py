@@ -94,6 +94,14 @@ class _Layout:
         middle = (self.top[row] + self.top[row + 1]) / 2
         return COLUMN_X[self.column[id(node)]], middle - NODE_HEIGHT / 2
 
+    def adjacent(self, a: Node, b: Node) -> bool:
+        """Whether no node stands between two of one column."""
+        low, high = sorted((self.row[id(a)], self.row[id(b)]))
+        return not any(
+            low < self.row[key] < high and column == self.column[id(a)]
+            for key, column in self.column.items()
+        )
+
 
 def _columns(graph: Graph) -> dict[int, int]:
     """By id of a node: what depends on the backward pass stands at the right."""
@@ -108,25 +116,34 @@ def _columns(graph: Graph) -> dict[int, int]:
 
 
 def _rows(graph: Graph, column: dict[int, int]) -> dict[int, int]:
-    """By id of a node: forward rows go down in order, backward rows up, one node a place."""
+    """By id of a node: forward rows go down in order, backward rows up, one node a place. A
+    backward node has as many rows as there are results that it is the last to give something."""
+    order = {id(node): i for i, node in enumerate(graph.nodes)}
     sides: tuple[list[Node], ...] = ([], [], [])
     for node in graph.nodes:
         sides[column[id(node)]].append(node)
+    results: dict[int | None, list[Node]] = {}
+    for node in sides[RESULTS]:
+        givers = [id(s) for s in _sources(node) if column[id(s)] == BACKWARD]
+        results.setdefault(max(givers, key=order.__getitem__, default=None), []).append(node)
+
     row = {id(node): i for i, node in enumerate(sides[FORWARD])}
     free = 0
     for node in reversed(sides[BACKWARD]):
         needed = [row[id(s)] for s in _sources(node) if column[id(s)] == FORWARD]
-        row[id(node)] = free = max([free, *needed])
-        free += 1
+        row[id(node)] = max([free, *needed])
+        mine = results.get(id(node), [])
+        row.update((id(result), row[id(node)] + i) for i, result in enumerate(mine))
+        free = row[id(node)] + max(1, len(mine))
     # Forward nodes move down to where the backward pass uses them, as far as their order permits.
     limit = max(row.values(), default=0)
     for node in reversed(sides[FORWARD]):
         users = [u for v in node.outputs for u in v.users if column[id(u)] == BACKWARD]
         row[id(node)] = limit = min([limit, *(row[id(u)] for u in users)])
         limit -= 1
-    taken: set[int] = set()
-    for node in sides[RESULTS]:
-        at = min((row[id(s)] for s in _sources(node) if column[id(s)] == BACKWARD), default=0)
+    taken = {row[id(node)] for node in sides[RESULTS] if id(node) in row}
+    for node in results.get(None, []):
+        at = max((row[id(s)] for s in _sources(node)), default=0)
         row[id(node)] = _nearest_free(at, taken)
         taken.add(row[id(node)])
     return row
@@ -233,7 +250,7 @@ def _edge(layout: _Layout, source: Node, target: Node, value: Value) -> str:
     if columns[0] == columns[1]:
         down = y2 > y1
         start, end = (y1 + NODE_HEIGHT, y2) if down else (y1, y2 + NODE_HEIGHT)
-        if rows == 1:
+        if layout.adjacent(source, target):
             x = x1 + NODE_WIDTH / 2
             path = f"M{x} {start} L{x} {end}"
         else:  # past the nodes between, the farther out the more there are

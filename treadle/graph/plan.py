@@ -198,7 +198,5 @@ def _phases(plan: Plan) -> list[int]:
 
 def _overlap(a: Place, b: Place) -> bool:
     return (
-        a.buffer == b.buffer
-        and a.offset < b.offset + b.nbytes
-        and b.offset < a.offset + a.nbytes
+        a.buffer == b.buffer and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
     )

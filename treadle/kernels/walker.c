@@ -40,12 +40,6 @@ typedef struct {
     int64_t stride;
 } walk;
 
-static int64_t tasks_of_phase(const walk *w, int64_t phase) {
-    int64_t n = 0;
-    for (int64_t i = w->first[phase]; i < w->first[phase + 1]; i++) n += w->calls[i].tasks;
-    return n;
-}
-
 static void run_alone(const walk *w, int64_t phase, void *scratch) {
     for (int64_t i = w->first[phase]; i < w->first[phase + 1]; i++) {
         const call *c = &w->calls[i];
@@ -148,6 +142,12 @@ static int64_t claim(int thread) {
         }
     }
     return -1;
+}
+
+static int64_t tasks_of_phase(const walk *w, int64_t phase) {
+    int64_t n = 0;
+    for (int64_t i = w->first[phase]; i < w->first[phase + 1]; i++) n += w->calls[i].tasks;
+    return n;
 }
 
 /* Runs phases of one task from `phase` on, which cost no exchange between threads, and opens the first

@@ -289,7 +289,8 @@ def linear_cross_entropy(
 
     dloss: the gradient of loss_sum, if it is known beforehand; the gradients of x and weight are
     then computed along with the loss, and differentiation must be seeded with just this value
-    (GraphError otherwise). ShapeError or DTypeError where inputs do not fit. See LinearCrossEntropy.
+    (GraphError otherwise). ShapeError or DTypeError where inputs do not fit. See
+    LinearCrossEntropy.
     """
     inputs, index = (x, weight, targets), int(ignore_index)
     if dloss is None:

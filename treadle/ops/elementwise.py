@@ -171,7 +171,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 def activation_reference(kind: str, x: np.ndarray) -> np.ndarray:
     """f(x) of an activation, in x's dtype. See Activation."""
     if kind == "gelu":
-        return 0.5 * x * (1.0 + np.tanh(_GELU_SCALE * (x + _GELU_CUBIC * x**3)))
+        return 0.5 * x * (1.0 + np.tanh(_GELU_SCALE * (x + _GELU_CUBIC * x * x * x)))
     if kind == "gelu_erf":
         return 0.5 * x * (1.0 + _erf(x / 2**0.5))
     if kind == "relu":
@@ -182,9 +182,9 @@ def activation_reference(kind: str, x: np.ndarray) -> np.ndarray:
 def activation_slope(kind: str, x: np.ndarray) -> np.ndarray:
     """f'(x) of an activation, in x's dtype."""
     if kind == "gelu":
-        t = np.tanh(_GELU_SCALE * (x + _GELU_CUBIC * x**3))
+        t = np.tanh(_GELU_SCALE * (x + _GELU_CUBIC * x * x * x))
         return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * _GELU_SCALE * (
-            1.0 + 3.0 * _GELU_CUBIC * x**2
+            1.0 + 3.0 * _GELU_CUBIC * x * x
         )
     if kind == "gelu_erf":
         density = np.exp(-0.5 * x * x) / (2.0 * np.pi) ** 0.5

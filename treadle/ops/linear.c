@@ -1,47 +1,41 @@
 /* Matrix multiplication: C = epilogue(scale A B).
 
-   A task owns a block of C, a group of rows by a block of columns, and runs over the whole of K in
-   blocks of a fixed size. For each it packs its part of B into scratch, which stays in the second-level
-   cache, and runs the register tile of kernels/tile.h over A's panels. Partial sums of K blocks are kept
-   in scratch as fp32 and added in order, so that the bits follow from the shape alone.
+   One dimension of C is cut into parts, a task each; the other runs through whole. A task packs its own
+   operand (columns of B, or rows of A) block by block into scratch, which stays in the second-level
+   cache, and runs the register tile of kernels/panel.h over it and the panels of the operand that all
+   tasks share. `matmul_pack` packs the shared one beforehand where that pays, so that every element is
+   packed once. K runs in blocks of a fixed size; their sums are fp32, kept in scratch and added in order,
+   so that the bits follow from the shape alone.
 
-   The sizes of blocks are the caller's (ops/tiles.py); `matmul_pack` packs A beforehand where many
-   column blocks share it, and otherwise each task packs its own rows. */
+   The sizes are the caller's (ops/tiles.py). Pairs of bf16 are multiplied where the compiler has
+   __AVX512BF16__. */
 
 #include "activation.h"
 #include "call.h"
-#include "tile.h"
-
-/* ---- sizes, as both kernels see them ----------------------------------------------------------------- */
+#include "panel.h"
 
 enum { ACCUMULATE = 1, OUTPUT_F32 = 2 };
 
-/* Row panels of a group: `rows` rows in panels of at most MR rows, as even as possible. */
-INLINE int64_t panels_of(int64_t rows) { return ceil_div(rows, MR); }
-
-/* ---- packing A ---------------------------------------------------------------------------------------- */
-
-/* a[panel][k][MR] for rows first .. first+rows-1 of A and kc columns; a panel's stride is `stride`. */
-static void pack_rows(float *packed, int64_t stride, const T *a, int64_t row, int64_t col,
-                      int64_t rows, int64_t kc) {
-    int64_t panels = panels_of(rows);
-    for (int64_t p = 0; p < panels; p++) {
-        int64_t i = part_start(rows, panels, p), end = part_start(rows, panels, p + 1);
-        pack_a(packed + p * stride, a + i * row, row, col, end - i, kc);
-    }
+/* K is dealt in pairs, whatever a unit is. */
+INLINE int64_t k_start(int64_t K, int64_t parts, int64_t i) {
+    return min_i64(K, 2 * part_start(ceil_div(K, 2), parts, i));
 }
 
-/* ptr: packed, a.  dim: M, K, a's row stride, a's column stride, row groups, K blocks.
-   packed [group][panel][K][MR] fp32.  tasks: row groups x K blocks. */
+/* ---- packing the shared operand ------------------------------------------------------------------------ */
+
+/* ptr: packed, operand.  dim: lines, K, the operand's line and K stride, whether lines are columns of B.
+   packed [panel][K][MR or NR].  tasks: as many parts of K. */
 KERNEL(matmul_pack) {
-    const int64_t M = c->dim[0], K = c->dim[1], row = c->dim[2], col = c->dim[3];
-    const int64_t groups = c->dim[4], blocks = c->dim[5];
-    const int64_t g = task / blocks, block = task % blocks;
-    const int64_t i = part_start(M, groups, g), rows = part_start(M, groups, g + 1) - i;
-    const int64_t k = part_start(K, blocks, block), kc = part_start(K, blocks, block + 1) - k;
-    const int64_t group_stride = panels_of(ceil_div(M, groups)) * MR * K;
-    float *packed = (float *)c->ptr[0] + g * group_stride + k * MR;
-    pack_rows(packed, K * MR, (const T *)c->ptr[1] + i * row + k * col, row, col, rows, kc);
+    const int64_t lines = c->dim[0], K = c->dim[1], columns = c->dim[4];
+    const int64_t k = k_start(K, c->tasks, task), kc = k_start(K, c->tasks, task + 1) - k;
+    const operand o = {c->ptr[1], c->dim[2], c->dim[3]};
+    float *packed = c->ptr[0];
+    if (!columns && in_place(o, K)) return;
+    if (columns) {
+        pack(packed + k / UNIT * NR, units(K) * NR, NR, at_k(o, k), lines, kc);
+    } else {
+        pack(packed + k / UNIT * MR, units(K) * MR, MR, at_k(o, k), lines, kc);
+    }
 }
 
 /* ---- the epilogue ------------------------------------------------------------------------------------- */
@@ -59,16 +53,16 @@ INLINE vf load_out(const void *p, int64_t at, int64_t n, const int f32) {
     return f32 ? vloadn_f32((const float *)p + at, n) : vloadn((const T *)p + at, n);
 }
 
-/* One tile row of up to two vectors. */
-INLINE void finish_rows(const epilogue *e, const float *tile, int64_t i0, int64_t j0, int64_t rows,
-                        int64_t cols, const int64_t activation, const int f32) {
+/* Rows i0 .. and columns j0 .. of C from their sums, which have rows of `row` floats. */
+INLINE void finish_rows(const epilogue *e, const float *sum, int64_t row, int64_t i0, int64_t j0,
+                        int64_t rows, int64_t cols, const int64_t activation, const int f32) {
     const vf scale = vset(e->scale);
     for (int64_t j = 0; j < cols; j += VL) {
         const int64_t n = min_i64(VL, cols - j);
         const vf bias = e->bias ? vloadn_f32(e->bias + j0 + j, n) : vzero();
         for (int64_t i = 0; i < rows; i++) {
             const int64_t at = (i0 + i) * e->stride + j0 + j;
-            vf x = vfma(vload_f32(tile + i * NR + j), scale, bias);
+            vf x = vfma(vload_f32(sum + i * row + j), scale, bias);
             if (e->pre) vstoren(e->pre + at, x, n);
             x = vactivation(activation, x);
             if (e->residual) x = x + load_out(e->residual, at, n, f32);
@@ -82,158 +76,310 @@ INLINE void finish_rows(const epilogue *e, const float *tile, int64_t i0, int64_
     }
 }
 
-static void finish(const epilogue *e, const float *tile, int64_t i, int64_t j, int64_t rows,
+INLINE int is_f32(const epilogue *e) {
+    return sizeof(T) == sizeof(float) || (e->flags & OUTPUT_F32);
+}
+
+static void finish(const epilogue *e, const float *sum, int64_t row, int64_t i, int64_t j, int64_t rows,
                    int64_t cols) {
-    const int f32 = sizeof(T) == sizeof(float) || (e->flags & OUTPUT_F32);
+    const int f32 = is_f32(e);
     if (e->activation == ACT_NONE && f32) {
-        finish_rows(e, tile, i, j, rows, cols, ACT_NONE, 1);
+        finish_rows(e, sum, row, i, j, rows, cols, ACT_NONE, 1);
     } else if (e->activation == ACT_NONE) {
-        finish_rows(e, tile, i, j, rows, cols, ACT_NONE, 0);
+        finish_rows(e, sum, row, i, j, rows, cols, ACT_NONE, 0);
     } else {
-        finish_rows(e, tile, i, j, rows, cols, e->activation, f32);
+        finish_rows(e, sum, row, i, j, rows, cols, e->activation, f32);
     }
 }
 
 /* ---- few rows ------------------------------------------------------------------------------------------
 
-   With one or two rows, as when a model writes token by token, B is read once and packing it would cost
-   more than the product. The order of summation is that of the register tile: a row has the same bits
-   alone and among others. */
+   With a few rows, as when a model writes token by token, the product is as fast as B can be read, once,
+   and packing it would cost more than multiplying. The order of summation is that of the register tile: a
+   row has the same bits alone and among others. */
 
-#define FEW_ROWS 2
-#define FEW_VECTORS (VL == 8 ? 4 : 8)
+#define FEW_ROWS 8
+#define FEW_UNITS 4     /* of K that are read side by side */
+#define FEW_COLUMNS 512 /* whose sums stay in the first-level cache */
+#define AHEAD 16        /* units of K */
 
 typedef struct {
-    const T *a, *b;
-    int64_t a_row, a_col, b_row, b_col, K, k_blocks;
-} product;
+    operand a, b;
+    int64_t rows, K, k_blocks;
+} few_product;
 
-/* total[v][i] = row i of A times columns v VL .. of B, which has unit column stride; `cols` in all. */
-INLINE void rows_by_columns(const product *p, vf total[FEW_VECTORS][FEW_ROWS], const int m,
-                            const int whole, int64_t j, int64_t cols) {
-    for (int64_t kb = 0; kb < p->k_blocks; kb++) {
-        vf sum[FEW_VECTORS][FEW_ROWS] = {0};
-        const int64_t end = part_start(p->K, p->k_blocks, kb + 1);
-        for (int64_t k = part_start(p->K, p->k_blocks, kb); k < end; k++) {
-            const T *b = p->b + k * p->b_row + j;
-            vf a[FEW_ROWS];
-            UNROLL for (int i = 0; i < m; i++) a[i] = vset(to_f32(p->a[i * p->a_row + k * p->a_col]));
-            UNROLL for (int v = 0; v < FEW_VECTORS; v++) {
-                const int64_t n = cols - v * VL;
-                if (!whole && n <= 0) break;
-                vf x = whole ? vload(b + v * VL) : vloadn(b + v * VL, min_i64(VL, n));
-                UNROLL for (int i = 0; i < m; i++) sum[v][i] = vfma(a[i], x, sum[v][i]);
+/* sum[i][j] += a[u][i] b[u][j] for n units u, the first of which begins with element k. */
+INLINE void few_by_columns(const few_product *p, const int m, const int n, int64_t k, const float *a,
+                           float *sum, int64_t j0, int64_t cols) {
+    for (int64_t j = 0; j < cols; j += NR) {
+        vf b[FEW_UNITS][2];
+        UNROLL for (int u = 0; u < n; u++) {
+            const int64_t at = k + u * UNIT, next = at + 1 < p->K ? p->b.k : 0;
+            const T *from = p->b.at + at * p->b.k + j0 + j;
+            UNROLL for (int l = 0; l < 2; l++) {
+                const T *ahead = from + AHEAD * UNIT * p->b.k;
+                __builtin_prefetch(UNIT == 2 ? ahead + l * p->b.k : ahead + l * VL);
+            }
+            if (j + NR <= cols && (UNIT == 1 || next)) {
+                join_units_2(b[u], from, next);
+            } else {
+                b[u][0] = join_units(from, next, min_i64(VL, cols - j));
+                b[u][1] = j + VL < cols ? join_units(from + VL, next, min_i64(VL, cols - j - VL)) : vzero();
             }
         }
-        UNROLL for (int v = 0; v < FEW_VECTORS; v++) {
-            UNROLL for (int i = 0; i < m; i++) total[v][i] = kb ? total[v][i] + sum[v][i] : sum[v][i];
+        UNROLL for (int i = 0; i < m; i++) {
+            float *to = sum + i * FEW_COLUMNS + j;
+            vf s[2] = {vload_f32(to), vload_f32(to + VL)};
+            UNROLL for (int u = 0; u < n; u++) {
+                vf x = vset(a[u * m + i]);
+                UNROLL for (int v = 0; v < 2; v++) s[v] = vdot(x, b[u][v], s[v]);
+            }
+            vstore_f32(to, s[0]);
+            vstore_f32(to + VL, s[1]);
         }
     }
 }
 
-/* total[i] = row i of A times VL columns of B, which has unit row stride. */
-INLINE void rows_by_rows(const product *p, vf total[FEW_ROWS], const int m, int64_t j, int64_t cols) {
-    for (int64_t kb = 0; kb < p->k_blocks; kb++) {
-        vf sum[FEW_ROWS] = {0};
-        const int64_t end = part_start(p->K, p->k_blocks, kb + 1);
-        for (int64_t k = part_start(p->K, p->k_blocks, kb); k < end; k += VL) {
-            const int64_t nk = min_i64(VL, end - k);
-            vf x[VL];
-            load_rows_(x, p->b + j * p->b_col + k, p->b_col, cols, nk);
-            transpose(x);
-            UNROLL for (int l = 0; l < VL; l++) {
-                if (l == nk) break;
-                UNROLL for (int i = 0; i < m; i++) {
-                    vf a = vset(to_f32(p->a[i * p->a_row + (k + l) * p->a_col]));
-                    sum[i] = vfma(a, x[l], sum[i]);
-                }
-            }
+/* sum[i][j] = A B for VL columns from j on, of B whose columns run along K; n elements from k on. */
+INLINE void few_by_rows(const few_product *p, const int m, int64_t k, int64_t n, const float *a,
+                        float *sum, int64_t j, int64_t cols) {
+    vf s[FEW_ROWS] = {0};
+    const operand b = at_k(at_line(p->b, j), k);
+    for (int64_t from = 0; from < n; from += UNIT * VL, a += VL * m) {
+        vf x[VL];
+        load_lines(x, at_k(b, from), VL, cols, min_i64(UNIT * VL, n - from), VL * b.line);
+        transpose(x);
+        const int64_t nu = units(min_i64(UNIT * VL, n - from));
+        UNROLL for (int u = 0; u < VL; u++) {
+            if (u == nu) break;
+            UNROLL for (int i = 0; i < m; i++) s[i] = vdot(vset(a[u * m + i]), x[u], s[i]);
         }
-        UNROLL for (int i = 0; i < m; i++) total[i] = kb ? total[i] + sum[i] : sum[i];
     }
+    UNROLL for (int i = 0; i < m; i++) vstore_f32(sum + i * FEW_COLUMNS, s[i]);
 }
 
-INLINE void few_rows(const product *p, const epilogue *e, const int m, int64_t i0, int64_t j0,
-                     int64_t cols) {
-    float tile[FEW_ROWS * NR];
-    const int64_t step = p->b_col == 1 ? FEW_VECTORS * VL : VL;
-    for (int64_t j = 0; j < cols; j += step) {
-        const int64_t n = min_i64(step, cols - j);
-        vf total[FEW_VECTORS][FEW_ROWS] = {0};
-        if (p->b_col != 1) {
-            rows_by_rows(p, total[0], m, j0 + j, n);
-        } else if (n == step) {
-            rows_by_columns(p, total, m, 1, j0 + j, n);
+/* total[i][j] of up to FEW_COLUMNS columns from j0 on; m >= rows, and what is beyond them is not read. */
+INLINE void few_columns(const few_product *p, const int m, float *total, int64_t j0, int64_t cols,
+                        float *scratch) {
+    float *sum = scratch, *packed = sum + FEW_ROWS * FEW_COLUMNS;
+    for (int64_t kb = 0; kb < p->k_blocks; kb++) {
+        const int64_t k0 = k_start(p->K, p->k_blocks, kb), kc = k_start(p->K, p->k_blocks, kb + 1) - k0;
+        const operand at = at_k(p->a, k0);
+        const float *a = packed;
+        if (m == 1 && in_place(p->a, p->K)) {
+            a = (const float *)at.at;
         } else {
-            rows_by_columns(p, total, m, 0, j0 + j, n);
+            pack_panel(packed, m, at, p->rows, kc);
         }
-        for (int64_t v = 0; v * VL < n; v++) {
-            UNROLL for (int i = 0; i < m; i++) vstore_f32(tile + i * NR, total[v][i]);
-            finish(e, tile, i0, j0 + j + v * VL, m, min_i64(VL, n - v * VL));
+        if (p->b.k == 1) {
+            for (int64_t j = 0; j < cols; j += VL) {
+                few_by_rows(p, m, k0, kc, a, sum + j, j0 + j, min_i64(VL, cols - j));
+            }
+        } else {
+            memset(sum, 0, sizeof(float) * m * FEW_COLUMNS);
+            int64_t u = 0;
+            for (; u + FEW_UNITS <= units(kc); u += FEW_UNITS) {
+                few_by_columns(p, m, FEW_UNITS, k0 + u * UNIT, a + u * m, sum, j0, cols);
+            }
+            for (; u < units(kc); u++) few_by_columns(p, m, 1, k0 + u * UNIT, a + u * m, sum, j0, cols);
         }
+        for (int i = 0; i < m; i++) {
+            for (int64_t at = i * FEW_COLUMNS, j = 0; j < cols; j += VL) {
+                vf s = vload_f32(sum + at + j);
+                vstore_f32(total + at + j, kb ? vload_f32(total + at + j) + s : s);
+            }
+        }
+    }
+}
+
+static void few_rows(const few_product *p, const epilogue *e, int64_t j0, int64_t cols, float *scratch) {
+    float *total = scratch;
+    scratch += FEW_ROWS * FEW_COLUMNS;
+    for (int64_t end = j0 + cols; j0 < end; j0 += FEW_COLUMNS) {
+        const int64_t n = min_i64(FEW_COLUMNS, end - j0);
+        if (p->rows == 1) {
+            few_columns(p, 1, total, j0, n, scratch);
+        } else if (p->rows == 2) {
+            few_columns(p, 2, total, j0, n, scratch);
+        } else if (p->rows <= 4) {
+            few_columns(p, 4, total, j0, n, scratch);
+        } else {
+            few_columns(p, FEW_ROWS, total, j0, n, scratch);
+        }
+        finish(e, total, FEW_COLUMNS, 0, j0, p->rows, n);
     }
 }
 
 /* ---- the product -------------------------------------------------------------------------------------- */
 
-/* ptr: out [M, N], pre [M, N] or NULL, a, b, bias [N] or NULL, residual [M, N] or NULL, packed a or NULL.
-   dim: M, N, K, a's row and column stride, b's row and column stride, the output's row stride, row
-   groups, column blocks, K blocks, activation, flags.  num: scale.
-   pre = scale a b + bias;  out = (out +) (residual +) f(pre).  tasks: row groups x column blocks. */
+/* Whether a finished tile is its sum as it stands, so that the register tile may write it in place. */
+INLINE int is_plain(const epilogue *e) {
+    return is_f32(e) && e->activation == ACT_NONE && !e->pre && !e->bias && !e->residual &&
+           !(e->flags & ACCUMULATE) && e->scale == 1.0f;
+}
+
+/* Memory that is wanted soon: rows of `bytes` bytes, of which `done` of the first have been asked for. */
+typedef struct {
+    const char *row;
+    int64_t stride, rows, bytes, done;
+} region;
+
+INLINE region region_of(operand o, int64_t lines, int64_t kc) {
+    const int64_t along = o.k == 1, stride = along ? o.line : o.k;
+    return (region){(const char *)o.at, stride * (int64_t)sizeof(T), along ? lines : kc,
+                    (along ? kc : lines) * (int64_t)sizeof(T), 0};
+}
+
+INLINE int64_t cache_lines(const region *r) { return r->rows * ceil_div(r->bytes, CACHE_LINE); }
+
+/* Asks for the next n cache lines of it, into the second-level cache. */
+INLINE void fetch(region *r, int64_t n) {
+    for (; n > 0 && r->rows > 0; n--) {
+        __builtin_prefetch(r->row + r->done, 0, 2);
+        r->done += CACHE_LINE;
+        if (r->done >= r->bytes) {
+            r->done = 0;
+            r->row += r->stride;
+            r->rows--;
+        }
+    }
+}
+
+/* Asks for a tile of C, to be written. */
+INLINE void fetch_out(const char *p, int64_t stride, int64_t rows, int64_t bytes) {
+    for (int64_t i = 0; i < rows; i++, p += stride) {
+        for (int64_t at = 0; at < bytes; at += CACHE_LINE) __builtin_prefetch(p + at, 1);
+    }
+}
+
+/* A product as its tasks see it. Lines are what is cut: columns of B, or rows of A. */
+typedef struct {
+    operand a, b;
+    const float *shared; /* panels of the other operand, over the whole of K */
+    int64_t M, N, K, k_blocks, parts;
+    int by_rows, in_place, plain, out_bytes;
+    const epilogue *e;
+} product;
+
+/* Columns are dealt in units of 32, the widest NR, so that only the last part has a tail. */
+INLINE int64_t first_line(const product *p, int64_t part) {
+    const int64_t lines = p->by_rows ? p->M : p->N, grain = p->by_rows ? 1 : 32;
+    return min_i64(lines, part_start(ceil_div(lines, grain), p->parts, part) * grain);
+}
+
+INLINE region block_region(const product *p, int64_t part, int64_t kb) {
+    const int64_t line = first_line(p, part), k = k_start(p->K, p->k_blocks, kb);
+    const operand own = at_k(at_line(p->by_rows ? p->a : p->b, line), k);
+    return region_of(own, first_line(p, part + 1) - line, k_start(p->K, p->k_blocks, kb + 1) - k);
+}
+
+/* Adds the products of block kb of K for all tiles of a part. `own` and `tiles` are scratch. */
+INLINE void multiply_block(const product *p, const int by_rows, int64_t part, int64_t kb, float *own,
+                           float *tiles) {
+    const int own_width = by_rows ? MR : NR, shared_width = by_rows ? NR : MR;
+    const int64_t k = k_start(p->K, p->k_blocks, kb), kc = k_start(p->K, p->k_blocks, kb + 1) - k;
+    const int64_t line = first_line(p, part), lines = first_line(p, part + 1) - line;
+    const int64_t across = by_rows ? p->N : p->M, depth = units(kc);
+    const int64_t own_panels = panels_of(own_width, lines);
+    const int64_t shared_panels = panels_of(shared_width, across);
+    const int last = kb == p->k_blocks - 1;
+    if (!by_rows || !p->in_place) {
+        pack(own, depth * own_width, own_width, at_k(at_line(by_rows ? p->a : p->b, line), k), lines, kc);
+    }
+    region next = {0};
+    if (!last) {
+        next = block_region(p, part, kb + 1);
+    } else if (part + 1 < p->parts) {
+        next = block_region(p, part + 1, 0);
+    }
+    const int64_t fetches = ceil_div(cache_lines(&next), own_panels * shared_panels);
+    for (int64_t q = 0; q < shared_panels; q++) {
+        const float *shared = p->shared + (q * units(p->K) + k / UNIT) * shared_width;
+        /* The panel that follows, if it is not the first of another part. */
+        const float *ahead = q + 1 < shared_panels ? shared + units(p->K) * shared_width
+                             : last                ? shared
+                                                   : p->shared + (k + kc) / UNIT * shared_width;
+        const int64_t across_q = panel_start(shared_width, across, q);
+        const int64_t n_shared = panel_start(shared_width, across, q + 1) - across_q;
+        for (int64_t s = 0; s < own_panels; s++) {
+            const int64_t line_s = panel_start(own_width, lines, s);
+            const int64_t n_own = panel_start(own_width, lines, s + 1) - line_s;
+            const int64_t i = by_rows ? line + line_s : across_q, j = by_rows ? across_q : line + line_s;
+            const int64_t m = by_rows ? n_own : n_shared, n = by_rows ? n_shared : n_own;
+            const float *panel = own + s * depth * own_width;
+            const float *b = by_rows ? shared : panel;
+            tile_rows a = {by_rows ? panel : shared, 1, MR};
+            if (p->in_place) {
+                a = (tile_rows){(const float *)(p->a.at + i * p->a.line + k), p->a.line / UNIT, 1};
+            }
+            tile_kernel *kernel = tile_kernels[m - 1][n > VL];
+            float *tile = tiles + (p->k_blocks > 1 ? (q * own_panels + s) * MR * NR : 0);
+            const float *from = kb ? tile : NULL;
+            const float *ahead_s = ahead + (by_rows ? s % 2 * depth * VL : 0);
+            fetch(&next, fetches);
+            if (!last) {
+                kernel(depth, a, b, ahead_s, from, NR, tile, NR);
+                continue;
+            }
+            const int64_t at = i * p->e->stride + j;
+            char *out = (char *)p->e->out + at * p->out_bytes;
+            fetch_out(out, p->e->stride * p->out_bytes, m, n * p->out_bytes);
+            if (p->plain && n % VL == 0) {
+                kernel(depth, a, b, ahead_s, from, NR, (float *)out, p->e->stride);
+            } else {
+                kernel(depth, a, b, ahead_s, from, NR, tile, NR);
+                finish(p->e, tile, NR, i, j, m, n);
+            }
+        }
+    }
+}
+
+/* As many floats as whole cache lines hold: what follows them in scratch is aligned. */
+INLINE int64_t whole_lines(int64_t floats) {
+    return ceil_div(floats, CACHE_LINE / 4) * (CACHE_LINE / 4);
+}
+
+INLINE void multiply(product *p, const int by_rows, int64_t task, int64_t blocks, float *scratch) {
+    const int own_width = by_rows ? MR : NR, shared_width = by_rows ? NR : MR;
+    if (!p->shared && (by_rows || !p->in_place)) {
+        const int64_t across = by_rows ? p->N : p->M;
+        p->shared = scratch;
+        pack(scratch, units(p->K) * shared_width, shared_width, by_rows ? p->b : p->a, across, p->K);
+        scratch += whole_lines(panels_of(shared_width, across) * shared_width * units(p->K));
+    }
+    for (int64_t part = task * blocks; part < (task + 1) * blocks; part++) {
+        const int64_t lines = first_line(p, part + 1) - first_line(p, part);
+        const int64_t depth = units(2 * ceil_div(ceil_div(p->K, 2), p->k_blocks));
+        float *tiles = scratch + whole_lines(panels_of(own_width, lines) * own_width * depth);
+        if (lines == 0) continue;
+        for (int64_t kb = 0; kb < p->k_blocks; kb++) {
+            multiply_block(p, by_rows, part, kb, scratch, tiles);
+        }
+    }
+}
+
+/* ptr: out [M, N], pre [M, N] or NULL, a, b, bias [N] or NULL, residual [M, N] or NULL, the packed shared
+   operand or NULL.
+   dim: M, N, K, a's row and column stride, b's row and column stride, the output's row stride, whether
+   rows are cut, blocks of a part, K blocks, activation, flags.  num: scale.
+   pre = scale a b + bias;  out = (out +) (residual +) f(pre).  tasks: parts of the rows or columns. */
 KERNEL(matmul) {
-    const int64_t M = c->dim[0], N = c->dim[1], K = c->dim[2];
-    const int64_t a_row = c->dim[3], a_col = c->dim[4], b_row = c->dim[5], b_col = c->dim[6];
-    const int64_t groups = c->dim[8], col_blocks = c->dim[9], k_blocks = c->dim[10];
+    const int64_t blocks = c->dim[9];
     const epilogue e = {.out = c->ptr[0], .pre = c->ptr[1], .bias = c->ptr[4],
                         .residual = c->ptr[5], .stride = c->dim[7], .activation = c->dim[11],
                         .flags = c->dim[12], .scale = (float)c->num[0]};
-    const T *a = c->ptr[2], *b = c->ptr[3];
-    const float *packed = c->ptr[6];
-
-    const int64_t g = task % groups, block = task / groups;
-    const int64_t i0 = part_start(M, groups, g), rows = part_start(M, groups, g + 1) - i0;
-    /* Columns are dealt in units of 32, the widest NR, so that only the last block has a tail. */
-    const int64_t units = ceil_div(N, 32);
-    const int64_t j0 = part_start(units, col_blocks, block) * 32;
-    const int64_t cols = min_i64(N, part_start(units, col_blocks, block + 1) * 32) - j0;
-    if (rows <= FEW_ROWS) {
-        const product p = {.a = a + i0 * a_row, .b = b, .a_row = a_row, .a_col = a_col,
-                           .b_row = b_row, .b_col = b_col, .K = K, .k_blocks = k_blocks};
-        if (rows == 1) {
-            few_rows(&p, &e, 1, i0, j0, cols);
-        } else {
-            few_rows(&p, &e, 2, i0, j0, cols);
-        }
-        return;
-    }
-
-    const int64_t kc_most = ceil_div(K, k_blocks);
-    const int64_t panels = panels_of(rows), col_panels = ceil_div(cols, NR);
-    const int64_t group_stride = panels_of(ceil_div(M, groups)) * MR * K;
-
-    float *b_panels = scratch;
-    float *tiles = b_panels + col_panels * NR * kc_most;
-    float *a_panels = tiles + panels * col_panels * MR * NR;
-
-    for (int64_t kb = 0; kb < k_blocks; kb++) {
-        const int64_t k = part_start(K, k_blocks, kb), kc = part_start(K, k_blocks, kb + 1) - k;
-        const float *a_block = packed + g * group_stride + k * MR;
-        int64_t a_stride = K * MR;
-        if (!packed) {
-            a_block = a_panels;
-            a_stride = kc * MR;
-            pack_rows(a_panels, a_stride, a + i0 * a_row + k * a_col, a_row, a_col, rows, kc);
-        }
-        pack_b(b_panels, b + k * b_row + j0 * b_col, b_row, b_col, kc, cols);
-        for (int64_t jp = 0; jp < col_panels; jp++) {
-            const int64_t j = jp * NR, n = min_i64(NR, cols - j);
-            for (int64_t p = 0; p < panels; p++) {
-                const int64_t i = part_start(rows, panels, p);
-                const int64_t m = part_start(rows, panels, p + 1) - i;
-                float *tile = tiles + (k_blocks > 1 ? (jp * panels + p) * MR * NR : 0);
-                tile_kernels[m - 1][n > VL](kc, a_block + p * a_stride, b_panels + j * kc, tile, kb > 0);
-                if (kb == k_blocks - 1) finish(&e, tile, i0 + i, j0 + j, m, n);
-            }
-        }
+    product p = {.a = {c->ptr[2], c->dim[3], c->dim[4]}, .b = {c->ptr[3], c->dim[6], c->dim[5]},
+                 .shared = c->ptr[6], .M = c->dim[0], .N = c->dim[1], .K = c->dim[2],
+                 .by_rows = c->dim[8] != 0, .k_blocks = c->dim[10], .parts = c->tasks * blocks,
+                 .in_place = in_place((operand){c->ptr[2], c->dim[3], c->dim[4]}, c->dim[2]),
+                 .plain = is_plain(&e), .out_bytes = is_f32(&e) ? 4 : 2, .e = &e};
+    if (p.M <= FEW_ROWS) {
+        const few_product few = {.a = p.a, .b = p.b, .rows = p.M, .K = p.K, .k_blocks = p.k_blocks};
+        const int64_t j = first_line(&p, task);
+        few_rows(&few, &e, j, first_line(&p, task + 1) - j, scratch);
+    } else if (p.by_rows) {
+        multiply(&p, 1, task, blocks, scratch);
+    } else {
+        multiply(&p, 0, task, blocks, scratch);
     }
 }

@@ -23,7 +23,7 @@ from treadle.graph.op import (
     suffixed,
     touched,
 )
-from treadle.graph.value import Spec, Value, wide
+from treadle.graph.value import Spec, Value, itemsize, wide
 from treadle.ops.elementwise import activation as activate
 from treadle.ops.elementwise import activation_reference, add, sum_leading
 from treadle.ops.tiles import matmul_tiles
@@ -186,23 +186,25 @@ def matmul_launches(
     share which run one after another; it grows to what this one needs.
     """
     m, n, k = sizes
-    tiles = matmul_tiles(m, n, k)
+    a_strides = (1, a_stride or m) if transpose_a else (a_stride or k, 1)
+    b_strides = (1, k) if transpose_b else (n, 1)
+    if n == 1 and bias is None:  # A as B, whose columns it then has, because few rows stream B
+        a, b, m, n = b, a, 1, m
+        a_strides, b_strides = (k, 1), (a_strides[1], a_strides[0])
+    tiles = matmul_tiles(m, n, k, itemsize(dtype), a_strides)
     panels = None
     if tiles.packed_bytes:
         panels = packed or Temp(0, "packed")
         panels.nbytes = max(panels.nbytes, tiles.packed_bytes)
-    a_strides = (1, a_stride or m) if transpose_a else (a_stride or k, 1)
-    b_strides = (1, k) if transpose_b else (n, 1)
     flags = ACCUMULATE * accumulate + OUTPUT_FLOAT32 * (y_dtype == "float32")
     launches = []
     if panels is not None:
+        shared, dims = a, [m, k, *a_strides, 0]
+        if tiles.by_rows:
+            shared, dims = b, [n, k, *reversed(b_strides), 1]
         launches.append(
             Launch(
-                suffixed("matmul_pack", dtype),
-                [panels, a],
-                1,
-                [m, k, *a_strides, tiles.groups, tiles.k_blocks],
-                tasks=tiles.pack_tasks,
+                suffixed("matmul_pack", dtype), [panels, shared], 1, dims, tasks=tiles.pack_tasks
             )
         )
     launches.append(
@@ -212,7 +214,7 @@ def matmul_launches(
             2,
             [
                 *(m, n, k, *a_strides, *b_strides, n),
-                *(tiles.groups, tiles.column_blocks, tiles.k_blocks),
+                *(int(tiles.by_rows), tiles.blocks, tiles.k_blocks),
                 *(ACTIVATION_CODES[activation], flags),
             ],
             [1.0],

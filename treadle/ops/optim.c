@@ -44,12 +44,12 @@ KERNEL(norm_squares) {
 
 #define TREE_LEVELS 48
 
-/* norm, scale, ok from partial[parts], added in a binary tree, and apply. dims: parts.
-   num: max_norm (0: no clipping), epsilon. */
+/* norm, scale, ok from partial[parts], added in a binary tree, and apply; loss and its limit, or NULL.
+   dims: parts. num: max_norm (0: no clipping), epsilon. */
 KERNEL(norm_combine) {
     float *norm = c->ptr[0], *scale = c->ptr[1], *ok = c->ptr[2];
     const double *partial = c->ptr[3];
-    const float *apply = c->ptr[4];
+    const float *apply = c->ptr[4], *loss = c->ptr[5], *limit = c->ptr[6];
     const double max_norm = c->num[0];
     double stack[TREE_LEVELS], total = 0.0;
     const int64_t parts = c->dim[0];
@@ -65,7 +65,8 @@ KERNEL(norm_combine) {
     double root = sqrt(total), ratio = max_norm / (root + c->num[1]);
     *norm = (float)root;
     *scale = (float)(max_norm == 0.0 || ratio >= 1.0 ? 1.0 : ratio);
-    *ok = isfinite(*norm) ? *apply : 0.0f;
+    int fine = isfinite(*norm) && (!loss || *loss <= *limit);
+    *ok = fine ? *apply : 0.0f;
 }
 
 /* ---- updates ----------------------------------------------------------------------------------------- */

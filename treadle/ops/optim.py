@@ -60,32 +60,46 @@ class GlobalNorm(Op):
     """norm = √(Σᵢ ‖gᵢ‖²) over all gradients, scale = min(1, max_norm / (norm + 10⁻⁶)), or 1 when
     max_norm is 0, and ok = apply if the norm is finite, else 0 (Pascanu et al. 2013).
 
-    Inputs: apply (), then g₁ … gₙ of any shapes. Outputs: norm (), scale (), ok (). A gradient with
-    an infinity or a NaN thus skips the update on the device, and the host need not wait for it;
-    so does one with a square beyond float32.
+    Inputs: apply (), with `limited` loss () and limit (), then g₁ … gₙ of any shapes. Outputs:
+    norm (), scale (), ok (). A gradient with an infinity or a NaN thus skips the update on the
+    device, and the host need not wait for it; so does one with a square beyond float32, and with
+    `limited` a loss that is NaN or above the limit.
     """
 
     max_norm: float = 0.0
+    limited: bool = False
     name: ClassVar[str] = "global_norm"
 
-    def infer(self, apply: Spec, *grads: Spec) -> Sequence[Spec]:
-        expect(self.max_norm >= 0, "global_norm", "max_norm >= 0", self.max_norm)
-        expect(len(grads) > 0, "global_norm", "at least one gradient", "none")
-        _expect_scalars("global_norm", apply=apply)
-        _expect_master("global_norm", *grads)
-        return (apply, apply, apply)
+    @property
+    def scalars(self) -> int:
+        """How many inputs stand before the gradients."""
+        return 3 if self.limited else 1
 
-    def reference(self, apply: np.ndarray, *grads: np.ndarray) -> Sequence[np.ndarray]:
+    def infer(self, *inputs: Spec) -> Sequence[Spec]:
+        expect(self.max_norm >= 0, "global_norm", "max_norm >= 0", self.max_norm)
+        scalars, grads = inputs[: self.scalars], inputs[self.scalars :]
+        expect(len(grads) > 0, "global_norm", "at least one gradient", "none")
+        names = ("apply", "loss", "limit")[: self.scalars]
+        _expect_scalars("global_norm", **dict(zip(names, scalars, strict=True)))
+        _expect_master("global_norm", *grads)
+        return (scalars[0],) * 3
+
+    def reference(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+        apply, grads = inputs[0], inputs[self.scalars :]
         norm = np.sqrt(sum(np.sum(np.square(g), dtype=np.float64) for g in grads))
         one = np.ones(())
         scale = np.minimum(one, self.max_norm / (norm + NORM_EPSILON)) if self.max_norm else one
-        return (norm, scale, np.where(np.isfinite(norm), apply, 0.0))
+        fine = np.isfinite(norm)
+        if self.limited:
+            fine &= inputs[1] <= inputs[2]
+        return (norm, scale, np.where(fine, apply, 0.0))
 
     def cost(self, node: Node) -> Cost:
         return Cost(2 * sum(v.size for v in node.inputs if v is not None), touched(node))
 
     def lower(self, backend: str, node: Node) -> Sequence[Launch]:
-        apply, *grads = node.inputs
+        scalars, grads = node.inputs[: self.scalars], node.inputs[self.scalars :]
+        apply, loss, limit = scalars if self.limited else (*scalars, None, None)
         sizes = [g.size for g in grads if g is not None]
         parts = sum(blocks(n) for n in sizes)
         partial = Temp(parts * 8, "partial")
@@ -95,7 +109,7 @@ class GlobalNorm(Op):
         combine = suffixed("norm_combine", dtype)
         return [
             Launch(suffixed("norm_squares", dtype), [partial, *grads], 1, dims, tasks=parts),
-            Launch(combine, [*node.outputs, partial, apply], 3, [parts], nums),
+            Launch(combine, [*node.outputs, partial, apply, loss, limit], 3, [parts], nums),
         ]
 
 
@@ -267,10 +281,21 @@ class Accumulate(Op):
 # ---------------------------------------------------------------- functions
 
 
-def clip(grads: Sequence[Value], max_norm: float, apply: Value) -> tuple[Value, Value, Value]:
+def clip(
+    grads: Sequence[Value],
+    max_norm: float,
+    apply: Value,
+    loss: Value | None = None,
+    limit: Value | None = None,
+) -> tuple[Value, Value, Value]:
     """The global norm of the gradients, the factor that brings it down to max_norm (1 when that
-    is 0), and `apply` with non-finite gradients turned into 0; all of shape (). See GlobalNorm."""
-    norm, scale, ok = apply.graph.apply(GlobalNorm(float(max_norm)), apply, *grads)
+    is 0), and `apply` with non-finite gradients turned into 0; all of shape (). See GlobalNorm.
+
+    loss, limit: a loss of shape () that is NaN or above the limit turns `apply` into 0 as well.
+    """
+    limits = () if loss is None or limit is None else (loss, limit)
+    op = GlobalNorm(float(max_norm), bool(limits))
+    norm, scale, ok = apply.graph.apply(op, apply, *limits, *grads)
     return norm, scale, ok
 
 

@@ -15,9 +15,16 @@ from treadle.files import one_line, read_bytes, write_atomic
 
 JSONL_NAME = "metrics.jsonl"
 CSV_NAME = "metrics.csv"
-COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "val_loss")
+ALWAYS = ("step", "epoch", "loss", "lr", "grad_norm", "tokens_per_s", "step_ms")
+SOMETIMES = ("val_loss", "spike", "skipped")
+COLUMNS = (*ALWAYS, *SOMETIMES)
 
 Number = int | float
+
+
+def _float(value: float | None) -> float | None:
+    """A number as JSON holds it: None where it is not finite."""
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _json_line(record: dict[str, Number | None]) -> bytes:
@@ -67,32 +74,29 @@ class MetricsWriter:
         *,
         step: int,
         epoch: Number,
-        loss: float,
+        loss: float | None,
         lr: float,
-        grad_norm: float,
+        grad_norm: float | None,
         tokens_per_s: float,
         step_ms: float,
         val_loss: float | None = None,
+        spike: float | None = None,
+        skipped: int | None = None,
     ) -> None:
         """Appends one line; numbers that are not finite become null, as JSON has none.
 
         `step` counts finished optimizer steps, `epoch` passes over the training windows, losses
-        are nats per token, `val_loss` is None where nothing was evaluated.
+        are nats per token. Absent from the line where None: `val_loss`, where nothing was
+        evaluated; `spike`, the z-score of a loss that spiked; `skipped`, where the update was left
+        out, how many were so far.
         """
-        record: dict[str, Number | None] = {
-            "step": int(step),
-            "epoch": epoch if isinstance(epoch, int) else float(epoch),
-            "loss": float(loss),
-            "lr": float(lr),
-            "grad_norm": float(grad_norm),
-            "tokens_per_s": float(tokens_per_s),
-            "step_ms": float(step_ms),
-        }
-        if val_loss is not None:
-            record["val_loss"] = float(val_loss)
-        for name, value in record.items():
-            if value is not None and not math.isfinite(value):
-                record[name] = None
+        whole = (int(step), epoch if isinstance(epoch, int) else float(epoch))
+        values = (*whole, *map(_float, (loss, lr, grad_norm, tokens_per_s, step_ms)))
+        record: dict[str, Number | None] = dict(zip(ALWAYS, values, strict=True))
+        extras = (val_loss, spike, skipped)
+        for name, extra in zip(SOMETIMES, extras, strict=True):
+            if extra is not None:
+                record[name] = int(extra) if name == "skipped" else _float(extra)
         try:
             for file, line in zip(
                 self._files, (_json_line(record), _csv_line(record)), strict=True

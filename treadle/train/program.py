@@ -36,6 +36,8 @@ class OptimizerSettings:
 # What the host writes before a step: learning rate, Adam's 1 - beta^t, 1 / number of targets, and
 # whether to update at all.
 SCALARS = ("lr", "correction1", "correction2", "inv_count", "apply")
+# What a trainer writes as well: the sum of losses above which the step is left out.
+LOSS_LIMIT = "loss_limit"
 
 
 def train_graph(
@@ -71,13 +73,22 @@ def train_graph(
         fuse(g)
 
 
-def add_update(program: Program, decays: Mapping[str, bool], optimizer: OptimizerSettings) -> None:
+def add_update(
+    program: Program,
+    decays: Mapping[str, bool],
+    optimizer: OptimizerSettings,
+    limited: bool = False,
+) -> None:
     """Graph `update`: clip by the global norm, then one optimizer step, which is left out on the
-    device when the gradient is not finite. decays: by parameter, whether its weights decay."""
+    device when the gradient is not finite. decays: by parameter, whether its weights decay.
+    limited: leave it out as well where the loss is NaN or above the scalar LOSS_LIMIT."""
     g = program.graph("update")
+    limit = g.read(program.buffer(LOSS_LIMIT, (), "float32", "scalar")) if limited else None
     b = program.buffers
+    loss = g.read(b["loss"]) if limited else None
     grads = {name: g.read(b[f"{name}.grad"]) for name in decays}
-    norm, scale, ok = clip(list(grads.values()), optimizer.grad_clip, g.read(b["apply"]))
+    apply = g.read(b["apply"])
+    norm, scale, ok = clip(list(grads.values()), optimizer.grad_clip, apply, loss, limit)
     g.assign(program.buffer("norm", (), "float32", "output"), norm)
     g.assign(program.buffer("ok", (), "float32", "output"), ok)
     lr, c1, c2 = (g.read(b[s]) for s in ("lr", "correction1", "correction2"))
@@ -111,8 +122,7 @@ def add_training(
     block_size: int,
     accumulates: bool,
 ) -> None:
-    """The training graphs of a model on micro-batches of `batch` windows, and `evaluate`: loss sum
-    and count of such a batch, without dropout."""
+    """The training graphs of a model on micro-batches of `batch` windows, and `evaluate`."""
     tokens = program.buffer("tokens", (batch, block_size), "int32", "input")
     targets = program.buffer("targets", (batch, block_size), "int32", "input")
     random = program.buffer("random", (4,), "uint32", "scalar")
@@ -123,8 +133,14 @@ def add_training(
 
     names = [p.name for p in model.parameters()]
     train_graph(program, names, optimizer, loss, accumulates)
-    add_update(program, {p.name: p.decays for p in model.parameters()}, optimizer)
+    add_update(program, {p.name: p.decays for p in model.parameters()}, optimizer, limited=True)
+    add_evaluate(program, model, batch, block_size)
 
+
+def add_evaluate(program: Program, model: Model, batch: int, block_size: int) -> None:
+    """Graph `evaluate`: loss sum and count of a batch of `batch` windows, without dropout."""
+    tokens = program.buffer("tokens", (batch, block_size), "int32", "input")
+    targets = program.buffer("targets", (batch, block_size), "int32", "input")
     g = program.graph("evaluate")
     weights = read_weights(program, g, model)
     total, count = model.loss(weights, g.read(tokens), g.read(targets))

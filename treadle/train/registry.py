@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -47,6 +48,21 @@ class Found:
     path: Path
     entry: Entry
     note: str | None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint as a person looks at it: `size` in bytes, `time` of saving or None, whether it
+    is the best or the latest of the intact ones, and what is wrong with it, or None."""
+
+    step: int
+    train_loss: float | None
+    val_loss: float | None
+    size: int
+    time: datetime | None
+    best: bool
+    latest: bool
+    fault: str | None
 
 
 class Registry:
@@ -145,6 +161,35 @@ class Registry:
             )
         return None
 
+    def listed(self) -> list[Listed]:
+        """All checkpoints by rising step, every file verified, the damaged ones with the reason."""
+        faults = dict(self.damaged)
+        for known in self.entries:
+            try:
+                verify_checkpoint(self.run_dir / known.path)
+            except CheckpointError as error:
+                if (self.run_dir / known.path).is_dir():  # else a trainer has just pruned it
+                    faults[known.step] = str(error)
+        intact = [known for known in self.entries if known.step not in faults]
+        best, latest = _ranked(intact)[:1], intact[-1:]
+        rows, by_step = [], {entry.step: entry for entry in self.entries}
+        for step in sorted(by_step.keys() | faults.keys()):
+            entry = by_step.get(step)
+            path = self.path_for(step) if entry is None else self.run_dir / entry.path
+            rows.append(
+                Listed(
+                    step=step,
+                    train_loss=entry.train_loss if entry else None,
+                    val_loss=entry.val_loss if entry else None,
+                    size=_size(path),
+                    time=datetime.fromisoformat(entry.time) if entry else None,
+                    best=entry in best,
+                    latest=entry in latest,
+                    fault=faults.get(step),
+                )
+            )
+        return rows
+
     # ------------------------------------------------------------------------------- writing
 
     def recover(self) -> None:
@@ -169,12 +214,13 @@ class Registry:
         if self.entries or (self.run_dir / REGISTRY_NAME).exists():
             self._write(self._content(self.entries))
 
-    def add(self, step: int, *, keep: int = 0) -> Entry:
+    def add(self, step: int, *, keep: int = 0, keep_every: int = 0) -> Entry:
         """Takes in the checkpoint that was saved at `path_for(step)`, then prunes.
 
-        `keep` is how many of the newest stay; the best stays as well, and with 0 all do.
-        Directories that are damaged are neither counted nor deleted. Raises CheckpointError when
-        the checkpoint cannot be read or checkpoints.json cannot be written.
+        `keep` is how many of the newest stay, and with 0 all do; the best stays as well, and so do
+        those whose step is a multiple of `keep_every`, where that is not 0. Directories that are
+        damaged are neither counted nor deleted. Raises CheckpointError when the checkpoint cannot
+        be read or checkpoints.json cannot be written.
         """
         self._scan()
         added = next((entry for entry in self.entries if entry.step == step), None)
@@ -182,6 +228,7 @@ class Registry:
             reason = self.damaged.get(step, "no such checkpoint")
             raise CheckpointError(f"{self.path_for(step)} cannot be registered: {reason}")
         safe = {*self.entries[-keep:], *_ranked(self.entries)[:1]}
+        safe |= {entry for entry in self.entries if keep_every and entry.step % keep_every == 0}
         doomed = [entry for entry in self.entries if entry not in safe]
         # The file first: a kill between the two leaves directories that the next `add` prunes.
         self._write(self._content([entry for entry in self.entries if entry in safe]))
@@ -217,6 +264,15 @@ def _ranked(entries: list[Entry]) -> list[Entry]:
     evaluated = [(e.val_loss, e.step, e) for e in entries if e.val_loss is not None]
     others = [e for e in entries if e.val_loss is None]
     return [entry for *_, entry in sorted(evaluated, key=lambda item: item[:2])] + others[::-1]
+
+
+def _size(directory: Path) -> int:
+    """Bytes of the files in a directory, as far as they are there."""
+    total = 0
+    for path in directory.iterdir() if directory.is_dir() else ():
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 def _number(value: Any) -> float | None:

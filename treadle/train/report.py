@@ -1,4 +1,4 @@
-"""What a run says: a progress bar on a terminal, plain lines elsewhere, and the loss curve."""
+"""What a run says: a live display on a terminal, plain lines elsewhere, and the loss curve."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from treadle.train.live import Display
 
-BAR_INTERVAL = 0.1  # seconds between updates of the bar, so that fast steps do not wait for it
+DRAW_INTERVAL = 0.1  # seconds between frames of the display, so that fast steps do not wait for it
+SMOOTHING = 0.98  # weight of the past in the smoothed loss
 
 
 def is_terminal(stream: IO[str]) -> bool:
@@ -48,6 +48,10 @@ def printable(text: str) -> str:
     )
 
 
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as `m:ss` or `h:mm:ss`."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -55,35 +59,56 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+class Frame(NamedTuple):
+    """What a display shows: rows of (text, style) that stand side by side, and a sample."""
+
+    step: int = 0
+    left: str = ""  # the time, as text
+    rows: Sequence[Sequence[tuple[str, str]]] = ()
+    sample_step: int = 0
+    sample: str = ""
+
+
 class Report:
     """The voice of a run of `steps` optimizer steps, of which `start` are done already.
 
-    On a terminal `step` moves a progress bar and everything else is printed above it. On any
-    other stream `step` prints one line for every `every` steps, for every evaluation, and for the
-    last step, without control characters. A reader that goes away (a closed pipe) silences the
-    report; the run goes on.
+    On a terminal `step` and `sample` move a live display and everything else is printed above it.
+    On any other stream `step` prints one line for every `every` steps, for every evaluation, and
+    for the last step, without control characters. A reader that goes away (a closed pipe)
+    silences the report; the run goes on.
+
+    flops_per_token: of training, for the speed in GFLOP/s. memory: bytes, to be shown.
     """
 
     def __init__(
-        self, steps: int, *, start: int = 0, every: int = 10, stream: IO[str] | None = None
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        every: int = 10,
+        stream: IO[str] | None = None,
+        flops_per_token: float = 0.0,
+        memory: int = 0,
     ) -> None:
         self.steps, self.start, self.every = steps, start, every
+        self.flops_per_token, self.memory = flops_per_token, memory
         self.stream: IO[str] = sys.stdout if stream is None else stream
         self._encoding: str = getattr(self.stream, "encoding", None) or "ascii"
-        self._console: Console | None = None
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._display: Display | None = None
         self._val_loss: float | None = None
+        self._smoothed, self._weight = 0.0, 0.0
+        self._skipped = 0
+        self._frame = Frame()
         self._began = time.monotonic()
         self._drawn = -math.inf
 
     # ------------------------------------------------------------------------------- speaking
 
     def say(self, text: str = "") -> None:
-        """Prints `text`, above the bar where there is one."""
-        line = printable(text).encode(self._encoding, errors="replace").decode(self._encoding)
-        if self._console is not None:
-            self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        """Prints `text`, above the display where there is one."""
+        line = self._shown(text)
+        if self._display is not None:
+            self._display.say(line)
             return
         with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: closed stream
             self.stream.write(line + "\n")
@@ -93,24 +118,81 @@ class Report:
         self,
         step: int,
         *,
-        loss: float,
+        loss: float | None,
         lr: float,
         tokens_per_s: float,
         val_loss: float | None = None,
+        grad_norm: float | None = None,
+        skipped: int | None = None,
     ) -> None:
-        """Reports that `step` optimizer steps are done; losses are nats per token."""
-        if val_loss is not None:
-            self._val_loss = val_loss
+        """Reports that `step` optimizer steps are done; losses are nats per token.
+
+        loss, grad_norm: None where they were not finite. skipped: how many updates were left out
+        so far, on a step that was one of them.
+        """
+        self._val_loss = self._val_loss if val_loss is None else val_loss
+        self._skipped = skipped or self._skipped
+        if loss is not None:
+            self._smoothed = SMOOTHING * self._smoothed + (1 - SMOOTHING) * loss
+            self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
         last = step == self.steps
-        if self._progress is not None and self._task is not None:
+        train, speed = f"loss {_number(loss)}", f"{tokens_per_s:,.0f} tok/s"
+        if self._display is not None:
             now = time.monotonic()
-            if last or val_loss is not None or now - self._drawn >= BAR_INTERVAL:
+            if last or val_loss is not None or now - self._drawn >= DRAW_INTERVAL:
                 self._drawn = now
-                text = self._numbers(step, loss, lr, tokens_per_s, self._val_loss)
-                self._progress.update(self._task, completed=step, numbers=text)
+                self._draw(step, train, f"lr {lr:.2e}", f"grad norm {_number(grad_norm)}", speed,
+                           self.flops_per_token * tokens_per_s)  # fmt: skip
         elif last or val_loss is not None or step % self.every == 0:
-            head = f"step {step:{len(str(self.steps))}d}/{self.steps}"
-            self.say(f"{head}  {self._numbers(step, loss, lr, tokens_per_s, val_loss)}")
+            left = self._left(step)
+            parts = [
+                f"step {step:{len(str(self.steps))}d}/{self.steps}",
+                train,
+                *([] if val_loss is None else [f"val {val_loss:.4f}"]),
+                f"lr {lr:.2e}",
+                speed,
+                *([f"ETA {left}"] if left else []),
+            ]
+            self.say("  ".join(parts))
+
+    def sample(self, step: int, text: str) -> None:
+        """Shows what the model wrote at a step: in the display, else as lines."""
+        if self._display is None:
+            self.say(f"sample at step {step}:\n{text}")
+        else:
+            self._frame = self._frame._replace(sample_step=step, sample=self._shown(text))
+            self._display.show(self._frame)
+
+    def _draw(
+        self, step: int, train: str, lr: str, grad_norm: str, speed: str, flops: float
+    ) -> None:
+        assert self._display is not None
+        losses = [(train, "bold cyan")]
+        if self._weight:
+            losses.append((f"smoothed {self._smoothed / self._weight:.4f}", "cyan"))
+        if self._val_loss is not None:
+            losses.append((f"val {self._val_loss:.4f}", "bold yellow"))
+        numbers = [(lr, ""), (grad_norm, "")]
+        if self._skipped:
+            numbers.append((f"skipped {self._skipped}", "bold red"))
+        speeds = [(speed, "")]
+        if flops:
+            speeds.append((f"{flops / 1e9:,.1f} GFLOP/s", ""))
+        if self.memory:
+            speeds.append((f"memory {self.memory / 2**20:,.1f} MiB", ""))
+        rows = (losses, numbers, speeds)
+        self._frame = self._frame._replace(step=step, left=self._left(step), rows=rows)
+        self._display.show(self._frame)
+
+    def _left(self, step: int) -> str:
+        """The time to the end at the pace so far, or nothing where there is no pace yet."""
+        done = step - self.start
+        if done <= 0:
+            return ""
+        return duration((time.monotonic() - self._began) / done * (self.steps - step))
+
+    def _shown(self, text: str) -> str:
+        return printable(text).encode(self._encoding, errors="replace").decode(self._encoding)
 
     def curve(
         self, metrics: Iterable[Mapping[str, Any]], width: int = 72, height: int = 14
@@ -127,48 +209,21 @@ class Report:
             self.stream.write(text + "\n")
             self.stream.flush()
 
-    def _numbers(
-        self, step: int, loss: float, lr: float, tokens_per_s: float, val_loss: float | None
-    ) -> str:
-        parts = [f"loss {loss:.4f}"]
-        if val_loss is not None:
-            parts.append(f"val {val_loss:.4f}")
-        parts += [f"lr {lr:.2e}", f"{tokens_per_s:,.0f} tok/s"]
-        done = step - self.start
-        if done > 0:
-            left = (time.monotonic() - self._began) / done * (self.steps - step)
-            parts.append(f"ETA {duration(left)}")
-        return "  ".join(parts)
-
-    # ------------------------------------------------------------------------------ the bar
+    # -------------------------------------------------------------------------- the display
 
     def __enter__(self) -> Report:
         self._began = time.monotonic()
-        if not is_terminal(self.stream):
-            return self
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        if is_terminal(self.stream):
+            from treadle.train.live import Display
 
-        self._console = Console(file=self.stream, highlight=False)
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            console=self._console,
-            refresh_per_second=5,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._task = self._progress.add_task("", total=self.steps, completed=self.start, numbers="")
-        self._progress.start()
+            self._display = Display(self.stream, self.steps)
         return self
 
     def close(self) -> None:
-        """Leaves the bar as it stands; what follows is printed below it."""
-        if self._progress is not None:
-            self._progress.stop()
-        self._progress = self._console = self._task = None
+        """Leaves the display as it stands; what follows is printed below it."""
+        if self._display is not None:
+            self._display.stop()
+        self._display = None
 
     def __exit__(
         self,

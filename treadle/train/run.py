@@ -22,11 +22,13 @@ from treadle.data.corpus import Dataset, open_data, unigram_loss
 from treadle.errors import CheckpointError, ConfigError, MismatchError
 from treadle.models.base import Model
 from treadle.train.checkpoint import Checkpoint, check_config_match, load_checkpoint
+from treadle.train.environment import write_environment
 from treadle.train.lock import RunLock
 from treadle.train.metrics import read_metrics
 from treadle.train.program import OptimizerSettings
 from treadle.train.registry import Registry, find_checkpoint
 from treadle.train.report import Report
+from treadle.train.saver import snapshot_bytes
 from treadle.train.session import Session
 from treadle.train.signals import StopRequest
 from treadle.train.trainer import Outcome, Trainer
@@ -62,14 +64,18 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
         backend, why = backends.select(config.train.device, config.train.threads)
         session = make_session(config, model, backend)
         dump_config(config, out / RUN_CONFIG)
+        write_environment(out, backend)
         steps = config.train.steps or 0
         start = int(checkpoint.state["step"]) if checkpoint and checkpoint.state else 0
-        report = Report(steps, start=start, stream=stream)
+        memory = session.executable.memory().total + snapshot_bytes(session.program)
+        tokens = (config.train.batch_size or 0) * session.block_size
+        flops = session.cost().flops / tokens
+        report = Report(steps, start=start, stream=stream, flops_per_token=flops, memory=memory)
         with contextlib.closing(session.executable), report:
             trainer = Trainer(config, dataset, session, out, report, stop)
             for note in notes:
                 report.say(note)
-            for line in opening(config, dataset, session, why):
+            for line in opening(config, dataset, session, why, memory):
                 report.say(line)
             if checkpoint is not None:
                 trainer.restore(checkpoint)
@@ -84,6 +90,7 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
                     report.say(f"starting from the weights of {request.init_from}")
                 trainer.metrics.truncate_to(0)
             outcome = trainer.run(request.run_steps)
+            report.close()
             for line in closing(outcome, dataset, steps, out):
                 report.say(line)
     return outcome
@@ -163,7 +170,9 @@ def _check_resumable(checkpoint: Checkpoint | None, config: Config, dataset: Dat
     """MismatchError when the configuration or the data differ where they must not."""
     if checkpoint is None or checkpoint.state is None:
         return
-    check_config_match(checkpoint.state["config"], to_dict(config), [*RESUMABLE_KEYS, "data.path"])
+    # Through Config, so that keys which a checkpoint is too old to have get their defaults.
+    saved = to_dict(Config(**checkpoint.state["config"]))
+    check_config_match(saved, to_dict(config), [*RESUMABLE_KEYS, "data.path"])
     if checkpoint.state["data"] != dataset.digest():
         raise MismatchError(
             f"the data at {config.data.path} are not those that {checkpoint.path} was trained "
@@ -199,20 +208,19 @@ def _initial_weights(source: str, model: Model) -> dict[str, np.ndarray]:
 # ---------------------------------------------------------------- what the run says
 
 
-def opening(config: Config, dataset: Dataset, session: Session, why: str) -> list[str]:
-    """Device, model, data and memory, before the first step."""
+def opening(config: Config, dataset: Dataset, session: Session, why: str, memory: int) -> list[str]:
+    """Device, model, data and memory (in bytes), before the first step."""
     model, train = session.model, config.train
     assert train.steps is not None and train.batch_size is not None
     tokens_a_step = train.batch_size * session.block_size
     epochs = train.steps * tokens_a_step / max(1, len(dataset.train))
-    memory = session.executable.memory()
     lines = [
         f"device: {session.backend.describe()} ({why})",
         f"model: {model.architecture}, {model.n_parameters():,} parameters",
         f"data: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
         f"vocabulary {dataset.vocab_size:,}",
         f"run: {train.steps:,} steps of {tokens_a_step:,} tokens, {epochs:.2f} epochs; "
-        f"memory {memory.total / 2**20:,.1f} MiB",
+        f"memory {memory / 2**20:,.1f} MiB",
     ]
     return [*lines, *dataset.notes]
 

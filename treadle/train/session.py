@@ -10,22 +10,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle.backends.base import Backend
+from treadle.backends.base import Backend, Executable
 from treadle.data.sampler import IGNORE
 from treadle.generate import add_next_token, write_weight
+from treadle.graph.op import Cost
 from treadle.graph.program import Program
 from treadle.models.base import Model, declare
-from treadle.train.program import OptimizerSettings, add_training
+from treadle.train.program import LOSS_LIMIT, OptimizerSettings, add_training
+
+Arrays = dict[str, np.ndarray]
+Batches = Iterable[tuple[np.ndarray, np.ndarray, int]]  # inputs, targets, targets that count
 
 
 @dataclass(frozen=True)
 class StepResult:
     """loss: mean cross-entropy of the step's targets, nats. grad_norm: before clipping.
-    applied: whether the weights were updated (not when the gradient was not finite)."""
+    applied: whether the weights were updated (not when the gradient was not finite).
+    spiked: whether the loss was above the limit."""
 
     loss: float
     grad_norm: float
     applied: bool
+    spiked: bool = False
+
+    @property
+    def finite(self) -> bool:
+        """Whether neither loss nor gradient was NaN or infinite."""
+        return bool(np.isfinite(self.loss) and np.isfinite(self.grad_norm))
 
 
 class Session:
@@ -62,18 +73,25 @@ class Session:
             write_weight(self.executable, p.name, p.initial(self.seed))
         self.load_optimizer({})
 
-    def weights(self) -> dict[str, np.ndarray]:
-        """Copies of the weights, float32."""
-        return {p.name: self.executable.read(p.name) for p in self.model.parameters()}
+    def weights(self, into: Arrays | None = None) -> Arrays:
+        """Copies of the weights, float32, by name; in the arrays of an earlier call, if given."""
+        return self._copies([p.name for p in self.model.parameters()], into)
 
     def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Set every weight."""
         for p in self.model.parameters():
             write_weight(self.executable, p.name, weights[p.name])
 
-    def optimizer_state(self) -> dict[str, np.ndarray]:
-        """Copies of the optimizer's tensors, `<parameter>.<state>`."""
-        return {name: self.executable.read(name) for name in self._state_names()}
+    def optimizer_state(self, into: Arrays | None = None) -> Arrays:
+        """Copies of the optimizer's tensors, `<parameter>.<state>`; `into` as for weights."""
+        return self._copies(self._state_names(), into)
+
+    def _copies(self, names: list[str], into: Arrays | None) -> Arrays:
+        if into is None:
+            return {name: self.executable.read(name) for name in names}
+        for name in names:
+            self.executable.read_into(name, into[name])
+        return into
 
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
         """Set the optimizer's tensors; those that are absent become zeros."""
@@ -87,16 +105,32 @@ class Session:
     # ---------------------------------------------------------------- running
 
     def step(
-        self, step: int, inputs: np.ndarray, targets: np.ndarray, lr: float, apply: bool = True
+        self,
+        step: int,
+        inputs: np.ndarray,
+        targets: np.ndarray,
+        lr: float,
+        apply: bool = True,
+        loss_limit: float = float("inf"),
+        skip_spikes: bool = True,
+        updates: int | None = None,
     ) -> StepResult:
-        """One optimizer step, counted from 0. inputs, targets: int32 [batch_size, block_size]."""
+        """One optimizer step, counted from 0. inputs, targets: int32 [batch_size, block_size].
+
+        loss_limit: the mean loss, nats, above which the step is a spike; with skip_spikes its
+        update is left out, which the device decides by itself. updates: of the weights before
+        this one, which Adam's corrections count; `step` when None.
+        """
         run, b1, b2 = self.executable, *self.optimizer.betas
         count = max(1, int(np.count_nonzero(targets != IGNORE)))
+        power = (step if updates is None else updates) + 1
+        limit = np.float32(loss_limit * count)
         run.write("lr", np.float32(lr))
-        run.write("correction1", np.float32(1.0 - b1 ** (step + 1)))
-        run.write("correction2", np.float32(1.0 - b2 ** (step + 1)))
+        run.write("correction1", np.float32(1.0 - b1**power))
+        run.write("correction2", np.float32(1.0 - b2**power))
         run.write("inv_count", np.float32(1.0 / count))
         run.write("apply", np.float32(apply))
+        run.write(LOSS_LIMIT, limit if skip_spikes else np.float32(np.inf))
         for i in range(self.grad_accum):
             start = i * self.micro_batch
             rows = slice(start, start + self.micro_batch)
@@ -105,22 +139,33 @@ class Session:
             run.write("random", np.array([self.seed & 0xFFFFFFFF, step, start, 0], np.uint32))
             micro = "micro_first" if i == 0 else "micro"
             run.run(*((micro, "update") if i == self.grad_accum - 1 else (micro,)))
+        loss = float(run.read("loss"))
         return StepResult(
-            float(run.read("loss")) / count,
-            float(run.read("norm")),
-            bool(run.read("ok")),
+            loss / count, float(run.read("norm")), bool(run.read("ok")), loss > float(limit)
         )
 
-    def evaluate(self, batches: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> float:
-        """Mean cross-entropy in nats over batches of (inputs, targets, count); NaN for none."""
-        total, count = 0.0, 0.0
-        for inputs, targets, _ in batches:
-            self.executable.write("tokens", inputs)
-            self.executable.write("targets", targets)
-            self.executable.run("evaluate")
-            total += float(self.executable.read("eval_loss"))
-            count += float(self.executable.read("eval_count"))
-        return total / count if count else float("nan")
+    def cost(self) -> Cost:
+        """FLOPs and bytes of one optimizer step."""
+        plans = self.executable.plans
+        graphs = ["micro_first", *["micro"] * (self.grad_accum - 1), "update"]
+        costs = [plans[name].cost for name in graphs]
+        return Cost(sum(c.flops for c in costs), sum(c.nbytes for c in costs))
+
+    def evaluate(self, batches: Batches) -> float:
+        """Mean cross-entropy in nats over batches; NaN for none."""
+        return evaluate(self.executable, batches)
+
+
+def evaluate(executable: Executable, batches: Batches) -> float:
+    """Mean cross-entropy in nats over batches, by the graph `evaluate`; NaN for none."""
+    total, count = 0.0, 0.0
+    for inputs, targets, _ in batches:
+        executable.write("tokens", inputs)
+        executable.write("targets", targets)
+        executable.run("evaluate")
+        total += float(executable.read("eval_loss"))
+        count += float(executable.read("eval_count"))
+    return total / count if count else float("nan")
 
 
 def build_program(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,19 +16,23 @@ import numpy as np
 from treadle.config import Config, to_dict
 from treadle.data.corpus import Dataset
 from treadle.data.sampler import Sampler, eval_windows
-from treadle.errors import NonFiniteError, TreadleError
-from treadle.files import write_atomic
+from treadle.errors import NonFiniteError, TrainingError, TreadleError
 from treadle.generate import Sampling, generate_ids, start_ids
-from treadle.train.checkpoint import Checkpoint, save_checkpoint
+from treadle.train.checkpoint import Checkpoint
 from treadle.train.metrics import MetricsWriter
 from treadle.train.registry import Registry
 from treadle.train.report import Report
+from treadle.train.samples import append_sample, cut_samples
+from treadle.train.saver import Saver
 from treadle.train.schedule import learning_rate
-from treadle.train.session import Session
+from treadle.train.session import Session, StepResult
 from treadle.train.signals import StopRequest
+from treadle.train.spikes import Spikes
+from treadle.train.tensorboard import EventFiles
 
 SAMPLE_TOKENS = 120
-SAMPLES_NAME = "samples.txt"
+REPORTED = ("loss", "lr", "tokens_per_s", "val_loss", "grad_norm", "skipped")
+MAX_SKIPPED_IN_A_ROW = 20  # a loss that is NaN for so long does not become finite by itself
 
 
 @dataclass
@@ -65,6 +69,9 @@ class Trainer:
         self.sampler = Sampler(dataset.train, block, self.batch_size, train.seed)
         self.registry = Registry(run_dir)
         self.metrics = MetricsWriter(run_dir)
+        self.events = EventFiles(run_dir) if train.tensorboard else None
+        self.saver = Saver(session, self.registry, dataset.tokenizer, config.checkpoint)
+        self.spikes = Spikes(train.spike_window, train.spike_zscore)
         self.has_validation = len(dataset.val) >= 2
         self.step = 0
         self.line: dict[str, Any] | None = None  # the last step's metrics, not yet written
@@ -84,66 +91,43 @@ class Trainer:
         self.line = checkpoint.state.get("line")
         self.val_loss = self.rank_loss = checkpoint.state.get("val_loss")
         self.outcome.train_loss = checkpoint.state.get("train_loss")
+        self.spikes.restore(checkpoint.state.get("spikes"))
         self.metrics.truncate_to(self.step - 1 if self.line else self.step)
-        self._cut_samples()
-
-    def _cut_samples(self) -> None:
-        """Drop the samples of steps that are run again."""
-        path = self.run_dir / SAMPLES_NAME
-        if path.exists():
-            text = path.read_text(encoding="utf-8")
-            blocks = re.split(r"(?m)^(?=--- step \d+$)", text)
-            kept = "".join(b for b in blocks if not b or int(b.split()[2]) <= self.step)
-            write_atomic(path, kept.encode())
+        cut_samples(self.run_dir, self.step)
 
     def save(self) -> Path:
-        """Write the checkpoint of this step; every file synced before it gets its name.
-
-        NonFiniteError when a weight is NaN or infinite; nothing is written then.
-        """
-        path = self.registry.path_for(self.step)
-        model, tokenizer = self.session.model, self.dataset.tokenizer
-        eos = tokenizer.eos_id if tokenizer else None
-        try:
-            save_checkpoint(
-                path,
-                config=model.hf_config(eos),
-                tensors=model.to_hf(self.session.weights()),
-                optimizer=self.session.optimizer_state(),
-                tokenizer_json=tokenizer.to_json() if tokenizer else None,
-                tokenizer_config=tokenizer.hf_config(model.block_size) if tokenizer else None,
-                state={
-                    "step": self.step,
-                    "train_loss": self.outcome.train_loss,
-                    "val_loss": self.rank_loss,
-                    "config": to_dict(self.config),
-                    "data": self.dataset.digest(),
-                    "identity": self.session.backend.identity(),
-                    "line": self.line,
-                },
-            )
-        except NonFiniteError as error:
-            raise NonFiniteError(f"step {self.step}: {error}") from None
-        self.registry.add(self.step, keep=self.config.checkpoint.keep)
-        self.outcome.checkpoint, self.saved = path, self.step
-        return path
+        """Begin to write the checkpoint of this step; see Saver for when its errors are raised."""
+        state = {
+            "step": self.step,
+            "train_loss": self.outcome.train_loss,
+            "val_loss": self.rank_loss,
+            "config": to_dict(self.config),
+            "data": self.dataset.digest(),
+            "identity": self.session.backend.identity(),
+            "line": self.line,
+            "spikes": self.spikes.state(),
+        }
+        self.outcome.checkpoint, self.saved = self.saver.save(state), self.step
+        return self.outcome.checkpoint
 
     # ---------------------------------------------------------------- the loop
 
     def run(self, run_steps: int | None = None) -> Outcome:
         """Train to the end, or for `run_steps` more steps. Always leaves a checkpoint behind.
 
-        NonFiniteError when a loss or gradient is not finite: the weights before that step are
-        saved first, since the device did not apply it.
+        NonFiniteError when a loss or gradient is not finite, and TrainingError when a loss spikes,
+        where the configuration says so: the weights before that step are saved first, since the
+        device did not apply it.
         """
         end = self.steps if run_steps is None else min(self.steps, self.step + run_steps)
         began = self.step
-        with self.metrics:
+        with self.saver, self.metrics, self.events or contextlib.nullcontext():
             if self.line is not None:
                 self._finish_step()
             while self.step < end and not self.stop.requested:
                 self._one_step()
                 self._finish_step()
+                self.saver.poll()
             if self.saved != self.step and (self.step > began or not self.registry.entries):
                 self.save()
         self.outcome.step = self.step
@@ -156,10 +140,41 @@ class Trainer:
     def _one_step(self) -> None:
         started = time.perf_counter()
         inputs, targets, epoch = self.sampler.batch(self.step)
+        rate, spikes = self._rate(), self.spikes
+        result = self.session.step(
+            self.step, inputs, targets, rate,
+            loss_limit=spikes.limit(),
+            skip_spikes=self.config.train.on_spike != "go_on",
+            updates=self.step - spikes.skipped,
+        )  # fmt: skip
+        seconds = time.perf_counter() - started
+        spike = spikes.zscore(result.loss) if result.spiked and result.finite else None
+        if spike is not None or not result.applied:
+            self._judge(result, spike)
+        if result.finite:
+            spikes.observe(result.loss)
+            self.outcome.train_loss = result.loss
+        spikes.skipped += not result.applied
+        spikes.in_a_row = 0 if result.finite else spikes.in_a_row + 1
+        self.step += 1
+        self.val_loss = self.rank_loss = None
+        self.line = {
+            "step": self.step,
+            "epoch": epoch,
+            "loss": _finite(result.loss),
+            "lr": rate,
+            "grad_norm": _finite(result.grad_norm),
+            "tokens_per_s": inputs.size / seconds,
+            "step_ms": 1000 * seconds,
+            "spike": spike,
+            "skipped": None if result.applied else spikes.skipped,
+        }
+
+    def _rate(self) -> float:
         schedule, lr = self.config.schedule, self.config.optimizer.lr
         assert lr is not None and schedule.min_lr is not None
         assert schedule.warmup_steps is not None
-        rate = learning_rate(
+        return learning_rate(
             self.step,
             name=schedule.name,
             lr=lr,
@@ -167,24 +182,31 @@ class Trainer:
             warmup_steps=schedule.warmup_steps,
             steps=self.steps,
         )
-        result = self.session.step(self.step, inputs, targets, rate)
-        seconds = time.perf_counter() - started
-        if not math.isfinite(result.loss):
-            self._not_finite(self.step + 1, f"the loss is {result.loss}")
-        if not result.applied:
-            self._not_finite(self.step + 1, f"the norm of the gradient is {result.grad_norm}")
-        self.step += 1
-        self.val_loss = self.rank_loss = None
-        self.outcome.train_loss = result.loss
-        self.line = {
-            "step": self.step,
-            "epoch": epoch,
-            "loss": result.loss,
-            "lr": rate,
-            "grad_norm": result.grad_norm,
-            "tokens_per_s": inputs.size / seconds,
-            "step_ms": 1000 * seconds,
-        }
+
+    def _judge(self, result: StepResult, spike: float | None) -> None:
+        """Name a spike or what is not finite, and end the run where the configuration says so."""
+        train, step = self.config.train, self.step + 1
+        if spike is None:
+            name, value = "the loss", result.loss
+            if math.isfinite(value):
+                name, value = "the norm of the gradient", result.grad_norm
+            if train.on_nonfinite == "stop" or self.spikes.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                self._not_finite(step, f"{name} is {value}")
+            what, action = f"{name} is {value}", "skip"
+        else:
+            what = (
+                f"the loss {result.loss:.4f} is {spike:.1f} standard deviations above the mean of "
+                f"the {train.spike_window} before it"
+            )
+            action = train.on_spike
+        if action == "stop":
+            path = self._save_now()
+            raise TrainingError(
+                f"step {step}: {what}; the weights before it are in {path}; go on past it with "
+                "--set train.on_spike=skip, or lower optimizer.lr in another run"
+            )
+        left_out = f"; its update is left out ({self.spikes.skipped + 1} so far)"
+        self.report.say(f"step {step}: {what}{left_out if action == 'skip' else ''}")
 
     def _after_step(self) -> None:
         """Evaluate, log, sample and checkpoint as far as they are due at this step."""
@@ -205,7 +227,7 @@ class Trainer:
         The loss over the whole split is reported; the best checkpoint is chosen among losses over
         the same eval_batches.
         """
-        self.save()
+        self._save_now()
         batches = self.config.train.eval_batches
         if batches is not None and self._evaluate(batches):
             self.rank_loss = self.val_loss
@@ -221,18 +243,22 @@ class Trainer:
     def _write_line(self) -> None:
         assert self.line is not None
         line, self.line = self.line, None
-        self.metrics.write(**line, val_loss=self.val_loss)
-        self.report.step(
-            self.step,
-            loss=line["loss"],
-            lr=line["lr"],
-            tokens_per_s=line["tokens_per_s"],
-            val_loss=self.val_loss,
-        )
+        line["val_loss"] = self.val_loss
+        self.metrics.write(**line)
+        shown: dict[str, Any] = {name: line.get(name) for name in REPORTED}
+        self.report.step(self.step, **shown)
+        if self.events is not None:
+            self.events.scalars(line)
+
+    def _save_now(self) -> Path:
+        """The checkpoint of this step, on the disk."""
+        path = self.save()
+        self.saver.finish()
+        return path
 
     def _not_finite(self, step: int, what: str) -> NoReturn:
         """End the run; an update that is not finite was not applied, so the weights are saved."""
-        path = self.save()
+        path = self._save_now()
         raise NonFiniteError(
             f"step {step}: {what}; the last finite weights are in {path}; lower optimizer.lr (now "
             f"{self.config.optimizer.lr:g}) or optimizer.grad_clip, and start another run with "
@@ -275,12 +301,13 @@ class Trainer:
             return
         try:
             text = self.sample_text()
-            with (self.run_dir / SAMPLES_NAME).open("a", encoding="utf-8", newline="\n") as file:
-                file.write(f"--- step {self.step}\n{text}\n")
+            append_sample(self.run_dir, self.step, text)
         except (TreadleError, OSError) as error:
             self.report.say(f"no sample at step {self.step}: {error}")
             return
-        self.report.say(f"sample at step {self.step}:\n{text}")
+        self.report.sample(self.step, text)
+        if self.events is not None:
+            self.events.text(self.step, text)
 
     def sample_text(self, tokens: int = SAMPLE_TOKENS) -> str:
         """A text from the current weights; repeatable by step."""
@@ -298,3 +325,7 @@ class Trainer:
             vocab_size=tokenizer.vocab_size,
         )
         return tokenizer.decode(list(ids))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
