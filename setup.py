@@ -36,7 +36,9 @@ class BuildKernels(build_ext):
         root = ROOT if in_place else Path(self.build_lib)
         self.libraries_built = builder.build(root / builder.LIBRARY_FOLDER.relative_to(ROOT))
         compiler = builder.find_compiler()
-        print(builder.report(self.libraries_built, bool(compiler and compiler.threaded)), flush=True)
+        print(
+            builder.report(self.libraries_built, bool(compiler and compiler.threaded)), flush=True
+        )
 
     def get_outputs(self):
         return [str(r.path) for r in getattr(self, "libraries_built", []) if r.path]

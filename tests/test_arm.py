@@ -103,9 +103,7 @@ class ArmExecutable(Executable):
         dims: list[int] = []
         nums: list[float] = []
         for x in p.launches:
-            rows.append(
-                [kernels.index(x.kernel), x.tasks, len(pointers), len(dims), len(nums)]
-            )
+            rows.append([kernels.index(x.kernel), x.tasks, len(pointers), len(dims), len(nums)])
             places = [p.place(a) for a in x.args]
             pointers += [-1 if q is None else self.base[q.buffer] + q.offset for q in places]
             dims += x.dims

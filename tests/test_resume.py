@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+import treadle
 from runs import (
     RESUMED_FILES,
     SMALL,
@@ -24,8 +26,6 @@ from runs import (
     wait_for,
     write_text,
 )
-
-import treadle
 from treadle.backends import cpu
 from treadle.train.checkpoint import load_checkpoint
 

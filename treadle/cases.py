@@ -193,9 +193,9 @@ def _optim() -> list[Case]:
     nan = Input((33,), FLOAT, constant(float("nan")))
     rows.append(Case(optim.GlobalNorm(1.0), [scalar(1.0), (31,), nan], dtypes=dtypes, note=" NaN"))
     limited = optim.GlobalNorm(1.0, limited=True)
-    for loss in (2.0, 3.0, float("nan"), float("inf")):
-        limits = [scalar(1.0), scalar(loss), scalar(2.0)]
-        rows.append(Case(limited, [*limits, (31,)], dtypes=dtypes, note=f" loss={loss:g}"))
+    for value in (2.0, 3.0, float("nan"), float("inf")):
+        limits = [scalar(1.0), scalar(value), scalar(2.0)]
+        rows.append(Case(limited, [*limits, (31,)], dtypes=dtypes, note=f" loss={value:g}"))
     return rows
 
 

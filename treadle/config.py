@@ -190,7 +190,9 @@ class TrainConfig(_Section):
     threads: Count | None = _key(
         None, "CPU threads; null takes OMP_NUM_THREADS, else the physical cores."
     )
-    precision: Precision = _key("fp32", "Activations and matrix operands; weights, moments and sums stay float32.")
+    precision: Precision = _key(
+        "fp32", "Activations and matrix operands; weights, moments and sums stay float32."
+    )
     deterministic: bool = _key(
         True, "The same bits on every run; false permits a backend to give that up for speed."
     )
