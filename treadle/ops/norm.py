@@ -123,7 +123,7 @@ class LayerNorm(Op):
 class LayerNormGrad(Op):
     """dx = rstd · (g - mean(g) - x̂ · mean(g x̂)) (+ into), g = dy · weight, x̂ = (x - mean) · rstd.
 
-    dy, x [..., C]; weight [C]; mean, rstd [...]; the means run over C. into, [..., C], is set by the
+    dy, x [..., C]; weight [C]; mean, rstd [...]; the means run over C. into [..., C] is set by the
     fusion pass: the gradient that reaches x past the norm.
     """
 
