@@ -174,6 +174,20 @@ def sources() -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(PACKAGE).as_posix())
 
 
+def headers() -> list[Path]:
+    """Every header of the package, in a fixed order."""
+    return sorted([*(PACKAGE / "kernels").glob("*.h"), *(PACKAGE / "ops").rglob("*.h")])
+
+
+def source_digest() -> str:
+    """What the libraries are built from, in 16 digits; they carry it, and loading compares it."""
+    found = hashlib.sha256()
+    for path in (*sources(), *headers()):
+        text = path.read_bytes().replace(b"\r\n", b"\n")
+        found.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + text + b"\0")
+    return found.hexdigest()[:16]
+
+
 def dtypes_of(text: str) -> list[str]:
     """The dtypes that a source's first line asks for, all of them when it does not say."""
     marker = re.match(r"/\* dtypes: ([a-z0-9 ]+) \*/", text)
@@ -181,8 +195,8 @@ def dtypes_of(text: str) -> list[str]:
 
 
 def _units(compiler: Compiler, isa: Isa, cache: Path) -> list[_Unit]:
-    headers = [*(PACKAGE / "kernels").glob("*.h"), *(PACKAGE / "ops").rglob("*.h")]
-    header_text = b"".join(path.read_bytes() for path in sorted(headers))
+    header_text = b"".join(path.read_bytes() for path in headers())
+    digest = source_digest()
     units = []
     for source in sources():
         text = source.read_text(encoding="utf-8")
@@ -195,7 +209,7 @@ def _units(compiler: Compiler, isa: Isa, cache: Path) -> list[_Unit]:
             # GCC does not align the stack for 32-byte vectors on Windows (its bug 54412).
             flags.append("-Wa,-muse-unaligned-vector-move")
         if "TREADLE_ISA" in text:
-            flags.append(f"-DTREADLE_ISA={isa.name}")
+            flags += [f"-DTREADLE_ISA={isa.name}", f"-DTREADLE_SOURCES={digest}"]
         if "TREADLE_ONE_THREAD" in text:
             flags += compiler.threads
         for dtype in dtypes_of(text):

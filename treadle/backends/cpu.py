@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treadle.backends.base import Backend, Executable
+from treadle.backends.build import source_digest
 from treadle.errors import BackendError
 from treadle.graph.op import Node
 from treadle.graph.plan import ALIGN, Plan, align, plan
@@ -82,6 +83,12 @@ class Library:
             ctypes.c_int64,
         ]
         self.info = self.handle.treadle_info().decode()
+        facts = dict(fact.split("=", 1) for fact in self.info.split("; "))
+        if facts.get("sources") != source_digest():
+            raise BackendError(
+                f"the kernel library {path.name} was built from other sources than those that are "
+                "installed; rebuild it with `python -m treadle.backends.build`"
+            )
         self.threaded = bool(self.handle.treadle_threaded())
 
     @cache  # noqa: B019 - libraries live as long as the process

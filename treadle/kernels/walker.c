@@ -287,6 +287,7 @@ EXPORT int treadle_run(const call *calls, const int64_t *first, int64_t n_phases
 /* "key=value" pairs separated by "; ". */
 EXPORT const char *treadle_info(void) {
     return "isa=" QUOTE(TREADLE_ISA) "; vector=" QUOTE(VL) "; compiler=" COMPILER
+           "; sources=" QUOTE(TREADLE_SOURCES)
 #if defined(TREADLE_ONE_THREAD)
            "; threads=no";
 #else
