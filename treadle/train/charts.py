@@ -10,6 +10,7 @@ from treadle.train.curves import Points, quantile, thinned, ticks
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 34  # margins around the drawing area
+MARK = 3  # radius of a mark
 GROUPS = 380  # of neighbouring steps in a curve, so that a page stays small however long the run
 LEGEND_STEP = 150
 
@@ -57,7 +58,7 @@ def chart(title: str, series: Sequence[Series]) -> str:
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
         f"<title>{escape(title)}</title>",
         f'<clipPath id="{name}"><rect x="{LEFT}" y="{TOP}" '
-        f'width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"/></clipPath>',
+        f'width="{WIDTH - LEFT - RIGHT + MARK}" height="{HEIGHT - TOP - BOTTOM}"/></clipPath>',
         *frame.axes(),
         f'<g clip-path="url(#{name})">',
         *(part for s in drawn for part in _DRAWERS[s.kind](frame, s)),
@@ -135,7 +136,7 @@ def _marks(frame: _Frame, s: Series) -> list[str]:
     for x, y in s.points:
         note = f"{escape(s.name)} {y:.4f} at step {x:,.0f}"
         parts.append(
-            f'<circle class="{s.colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3">'
+            f'<circle class="{s.colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{MARK}">'
             f"<title>{note}</title></circle>"
         )
     return parts
