@@ -41,14 +41,15 @@ from treadle.data.stories import generate_stories
 from treadle.graph.value import ROLES
 
 ROOT = Path(__file__).resolve().parents[1]
-README, TRAINING = ROOT / "README.md", ROOT / "docs" / "training.md"
+README, SPANISH, TRAINING = ROOT / "README.md", ROOT / "README.es.md", ROOT / "docs" / "training.md"
+FORMATS, TOUR = ROOT / "docs" / "formats.md", ROOT / "docs" / "tour.md"
 ARCHITECTURE, GUIDE = ROOT / "docs" / "architecture.md", ROOT / "docs" / "adding-an-op.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 # Command lines that only their parts are checked of: they install, or take a minute or more.
 NOT_RUN = (
-    *("make demo", "make test", "pip install .", "treadle demo", "python tests/test_readme.py"),
+    *("make demo", "make test", "pip install .", "treadle demo"),
     *("python -m venv .venv", ". .venv/bin/activate"),
 )
 # What a command line gets on top, so that it is quick; the last of two equal flags counts.
@@ -57,6 +58,9 @@ QUICKER = {
     "treadle train --data story.txt --out runs/mine": "--steps 2",
     "treadle train --out runs/story": "",
     "treadle train --out runs/story --list-checkpoints": "",
+    "treadle prepare texts/ --out tokens/texts": "",
+    "treadle tokenize tokens/texts": "",
+    "treadle train --data tokens/texts": "--steps 2 --run-steps 1",
     "treadle prepare libro.txt --tokenizer spanish --out tokens/libro": "",
     "treadle train configs/spanish-5m.json --data tokens/libro": "--run-steps 1",
     "treadle generate runs/spanish-5m --prompt": "--tokens 5",
@@ -98,6 +102,22 @@ def code_spans(page: Path) -> list[str]:
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 
 
+def tables_under(page: Path, heading: str) -> list[list[str]]:
+    """The code spans in the first column of each table under a heading."""
+    section = re.split(
+        r"^## ", page.read_text(encoding="utf-8").partition(f"## {heading}\n")[2], flags=re.M
+    )[0]
+    tables = re.findall(r"^\| --- .*\n((?:\|.*\n)+)", section, re.M)
+    return [
+        [
+            name
+            for row in table.splitlines()
+            for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+        ]
+        for table in tables
+    ]
+
+
 def block_of(page: Path, name: str) -> str:
     (found,) = (content for title, content in fences(page, r"\w+") if title == name)
     return found
@@ -117,6 +137,8 @@ def run_commands(page: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Runs the commands of a page, in order, beside a short story.txt."""
     patch.chdir(folder)
     Path("story.txt").write_text(generate_stories("en", 3), encoding="utf-8")
+    Path("texts").mkdir()
+    Path("texts/stories.txt").write_text(generate_stories("en", 100), encoding="utf-8")
     Path("libro.txt").write_text(generate_stories("es", 100), encoding="utf-8")
     shutil.copytree(ROOT / "configs", "configs")
     for line in command_lines(page):
@@ -126,21 +148,62 @@ def run_commands(page: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
             assert main(arguments) == 0, line
 
 
+@pytest.mark.parametrize("page", [README, SPANISH], ids=lambda page: page.name)
 def test_commands_of_the_readme(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_commands(README, tmp_path, monkeypatch)
+    run_commands(page, tmp_path, monkeypatch)
     said = capsys.readouterr().out
     assert "stopped at step 1 of 2; the same command resumes" in said
     assert "resuming at step 1" in said and "resuming at step 2" in said
     assert "Once upon a time" in said
     assert (tmp_path / "graph.svg").read_text(encoding="utf-8").startswith("<svg")
     files = {path.name for path in (tmp_path / "runs/story/checkpoints/step-00000004").iterdir()}
-    spans = code_spans(README)
+    spans = code_spans(page)
     assert {n for n in files if n in spans} == files - {
         "optimizer.safetensors",
         "trainer_state.json",
     }
+    the_formats_are_those_of(tmp_path)
+
+
+def the_formats_are_those_of(folder: Path) -> None:
+    """The files of a run and of a prepared corpus have the keys that formats.md lists."""
+    (run,) = tables_under(FORMATS, "Run directory")
+    assert {path.name for path in (folder / "runs/story").iterdir()} <= {
+        name.partition("/")[0] for name in run
+    }
+    (environment,) = tables_under(FORMATS, "environment.json")
+    found = json.loads((folder / "runs/story/environment.json").read_text(encoding="utf-8"))
+    assert set(environment) >= set(found) >= set(environment) - {"isa", "library"}
+    (columns,) = tables_under(FORMATS, "metrics.jsonl and metrics.csv")
+    header = (folder / "runs/story/metrics.csv").read_text(encoding="utf-8").splitlines()[0]
+    assert columns == header.split(",")
+    metadata, counts, report = tables_under(FORMATS, "Prepared corpora")
+    for name, keys in (("metadata.json", metadata), ("report.json", report)):
+        found = json.loads((folder / "tokens/texts" / name).read_text(encoding="utf-8"))
+        assert set(keys) == set(found), name
+        assert set(counts) == set(found["counts"]), name
+
+
+def test_both_readmes_say_the_same() -> None:
+    assert re.findall(r"^```.*?^```$", README.read_text(encoding="utf-8"), re.M | re.S) == (
+        re.findall(r"^```.*?^```$", SPANISH.read_text(encoding="utf-8"), re.M | re.S)
+    )
+    assert set(code_spans(README)) == set(code_spans(SPANISH))
+    assert parts_of(README) == parts_of(SPANISH)
+
+
+def parts_of(page: Path) -> tuple[list[str], list[str], str]:
+    """A page's headings by their level, its links but the first, and its table of measurements."""
+    text = page.read_text(encoding="utf-8")
+    (measured,) = re.findall(r"<!-- measured.*?<!-- end of measured -->", text, re.S)
+    numbers = re.findall(r"\d+", measured)
+    return (
+        re.findall(r"^#+(?= )", text, re.M),
+        re.findall(r"\]\(([^)\s]+)\)", text)[1:],
+        " ".join(numbers),
+    )
 
 
 def test_commands_of_the_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +252,7 @@ def test_commands_and_flags_exist(page: Path) -> None:
 
 @pages
 def test_make_targets_exist(page: Path) -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     for code in [*command_lines(page), *code_spans(page)]:
         if code.startswith("make "):
             assert code.split()[1] in targets, code
@@ -228,7 +291,7 @@ def test_a_model_of_ones_own() -> None:
 
 
 def test_the_plan_of_the_tour(capsys: pytest.CaptureFixture[str]) -> None:
-    ((_, example),) = fences(ROOT / "docs" / "tour.md", "python")
+    ((_, example),) = fences(TOUR, "python")
     exec(example, {})
     said = capsys.readouterr().out
     assert said.startswith("graph micro_first") and "plan micro_first" in said
@@ -311,10 +374,14 @@ def test_links(page: Path) -> None:
             assert not anchor or anchor in anchors(file), target
 
 
+def source_files() -> list[Path]:
+    folders = ("treadle", "tests", "bench", "examples")
+    return [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+
+
 @pages
 def test_files_that_are_named_exist(page: Path) -> None:
-    folders = ("treadle", "tests", "bench", "examples")
-    there = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    there = [path.as_posix() for path in source_files()]
     for span in code_spans(page):
         if (
             re.fullmatch(r"[\w/.]+\.(py|c|h)", span)
@@ -324,15 +391,50 @@ def test_files_that_are_named_exist(page: Path) -> None:
             assert any(path.endswith("/" + span) for path in there), span
 
 
-def test_dependencies() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    section = ARCHITECTURE.read_text(encoding="utf-8").partition("## Dependencies")[2]
-    needed, developing = (
-        {re.match(r"[\w-]+", line)[0] for line in lines}  # type: ignore[index]
-        for lines in (project["dependencies"], project["optional-dependencies"]["dev"])
+@pages
+def test_configurations_that_are_named_exist(page: Path) -> None:
+    named = {n for n in code_spans(page) if re.fullmatch(r"configs/.+|[\w-]+-[\w-]+\.json", n)}
+    for name in named:
+        assert (ROOT / "configs" / name.removeprefix("configs/")).exists(), name
+
+
+def test_names_in_the_tour_are_in_files_that_it_named_before() -> None:
+    prose = " ".join(
+        re.sub(r"^```.*?^```$", "", TOUR.read_text("utf-8"), flags=re.M | re.S).split()
     )
-    assert set(re.findall(r"^\| `([\w-]+)`", section, re.M)) == needed
-    assert developing <= set(re.findall(r"`([\w-]+)`", section))
+    read = ""
+    for stop in re.split(r"(?=\*\*\d+\. )", prose)[1:]:
+        spans = re.findall(r"`([^`]+)`", stop)
+        for path in source_files():
+            if any(path.as_posix().endswith("/" + span) for span in spans):
+                read += path.read_text(encoding="utf-8")
+        for name in (span for span in spans if re.fullmatch(r"[A-Za-z_]\w+(\.[a-z_]+)?", span)):
+            if name.rpartition(".")[2] not in ("py", "c", "h"):
+                assert all(re.search(rf"\b{word}\b", read) for word in name.split(".")), name
+
+
+@cache
+def dependencies() -> dict[str, set[str]]:
+    """The packages of each extra; those that are always installed under "always"."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = {"always": project["dependencies"], **project["optional-dependencies"]}
+    return {
+        name: {re.match(r"[\w-]+", line)[0] for line in lines}  # type: ignore[index]
+        for name, lines in groups.items()
+    }
+
+
+def test_dependencies() -> None:
+    section = ARCHITECTURE.read_text(encoding="utf-8").partition("## Dependencies")[2]
+    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \| [^|]+ \|$", section, re.M)
+    listed = {(package, extra) for package, of in rows for extra in re.findall(r"\w+", of)}
+    assert listed == {(package, extra) for extra, of in dependencies().items() for package in of}
+
+
+@pages
+def test_extras_exist(page: Path) -> None:
+    for extra in re.findall(r"(?:treadle|\.)\[([\w,]+)\]", page.read_text(encoding="utf-8")):
+        assert set(extra.split(",")) <= set(dependencies()) - {"always"}, extra
 
 
 def test_keys_that_may_change_on_resume() -> None:
@@ -345,10 +447,24 @@ def test_roles_of_buffers() -> None:
 
 
 def test_limits_are_as_the_readme_says() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert ("float32 only" in text) == (PRECISIONS == ("fp32",))
-    assert ("There is no GPU backend yet." in text) == (set(NAMES) == {"auto", "cpu", "numpy"})
-    assert ("The only architecture is GPT-2." in text) == (ARCHITECTURES == ("gpt2",))
+    for page, precision, devices, models in (
+        (
+            README,
+            "float32 only",
+            "There is no GPU backend yet.",
+            "The only architecture is GPT-2.",
+        ),
+        (
+            SPANISH,
+            "solo en float32",
+            "Todavía no hay ningún backend para GPU.",
+            "La única arquitectura es GPT-2.",
+        ),
+    ):
+        text = page.read_text(encoding="utf-8")
+        assert (precision in text) == (PRECISIONS == ("fp32",))
+        assert (devices in text) == (set(NAMES) == {"auto", "cpu", "numpy"})
+        assert (models in text) == (ARCHITECTURES == ("gpt2",))
 
 
 # ---------------------------------------------------------------- generated parts
