@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Twice quiet: errors alone, without the warnings of setuptools about every editable package.
+PIP = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 .PHONY: demo install test test-arm lint format bench loc build clean
 

@@ -108,7 +108,18 @@ def test_token_inputs_and_the_mean_of_a_loss(device: str) -> None:
 def test_wrong_inputs_are_named() -> None:
     line = example("linear_regression")
     start = {"w": np.zeros((1, 1)), "b": np.zeros(1)}
-    step = treadle.compile(line.loss, start, {"x": (4, 1), "y": (4, 1)}, device="numpy")
+    sizes = {"x": (4, 1), "y": (4, 1)}
+    step = treadle.compile(line.loss, start, sizes, device="numpy")
+    assert repr(step) == "TrainingStep(inputs x, y; params w, b; adamw, lr 0.01, 0 steps done)"
+    with pytest.raises(ConfigError, match="no parameter 'q'; one of w, b"):
+        step["q"]
+    with pytest.raises(ConfigError, match="no parameter 'x'"):
+        step["x"] = np.zeros((4, 1))
+    for call in (step, step.loss):
+        with pytest.raises(ConfigError, match=r"by name: step\(x=..., y=...\)"):
+            call(np.zeros((4, 1)), np.zeros((4, 1)))
+    with pytest.raises(ConfigError, match="missing a required argument: 'b'; given are w, x, y"):
+        treadle.compile(line.loss, {"w": start["w"]}, sizes, device="numpy")
     with pytest.raises(ConfigError, match="expected the inputs x, y; got x"):
         step(x=np.zeros((4, 1)))
     with pytest.raises(treadle.TreadleError, match=r"\(3, 1\) to @x of shape \(4, 1\)"):

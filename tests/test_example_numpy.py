@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import subprocess
 import sys
 from itertools import repeat
@@ -179,6 +180,21 @@ def test_script_names_an_unreadable_file(tmp_path: Path) -> None:
     missing = tmp_path / "missing.txt"
     run = run_script(missing)
     assert run.returncode == 2 and str(missing) in run.stderr and "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "1"), ("3", "3")])
+def test_blas_threads_are_limited_unless_they_are_given(given: str | None, used: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    environment |= {} if given is None else {"OPENBLAS_NUM_THREADS": given}
+    code = "import os, gpt2_numpy; print(os.environ['OPENBLAS_NUM_THREADS'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=EXAMPLE.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == used
 
 
 def test_one_file_of_at_most_500_lines_without_the_package() -> None:

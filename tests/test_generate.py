@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -408,9 +409,26 @@ def test_the_end_of_text_is_learned(tmp_path: Path) -> None:
     corpus = treadle.load_data(folder, "byte")
     sizes = GPT2(corpus.vocab_size, n_layer=1, n_head=2, n_embd=32, block_size=16)
     lm = treadle.LanguageModel(sizes, corpus.tokenizer, threads=1)
-    lm.fit(corpus, 150, batch_size=8, lr=1e-2)
+    lm.fit(corpus, 150, batch_size=8, lr=1e-2, progress=False)
     assert lm.generate("one ", 100, temperature=0) == "one two three."
     assert lm.generate("", 100, temperature=0) == "one two three."
+
+
+def test_fit_tells_its_progress_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = treadle.load_data(write_text(tmp_path / "text.txt"), "char")
+    sizes = GPT2(data.vocab_size, n_layer=1, n_head=2, n_embd=16, block_size=16)
+    lm = treadle.LanguageModel(sizes, data.tokenizer, threads=1, device="numpy")
+    seen: list[int] = []
+    lm.fit(data, 25, batch_size=2, on_step=lambda step, loss: seen.append(step))
+    out, err = capsys.readouterr()
+    assert out == "" and seen == list(range(1, 26))
+    assert re.findall(r"^step +(\d+)/25  loss \d", err, re.M) == ["10", "20", "25"]
+    lm.fit(data, 25, batch_size=2, progress=False)
+    assert capsys.readouterr() == ("", "")
+    size = f"{sizes.n_parameters():,}"
+    assert repr(lm) == f"LanguageModel(gpt2, {size} parameters, char tokenizer, numpy)"
 
 
 def test_a_model_with_a_dropout_samples_without_it(trained: Path) -> None:

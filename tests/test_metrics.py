@@ -252,6 +252,15 @@ def report(stream: Stream, steps: int = 30, **options: Any) -> str:
     return stream.text()
 
 
+@pytest.mark.parametrize(("steps", "lines"), [(30, 3), (400, 40), (4000, 40), (4030, 41)])
+def test_a_run_of_any_length_has_about_40_plain_lines(steps: int, lines: int) -> None:
+    stream = Stream()
+    out = Report(steps, stream=stream)
+    for step in range(1, steps + 1):
+        out.step(step, loss=3.0, lr=1e-3, tokens_per_s=1.0)
+    assert stream.text().count("\n") == lines
+
+
 def test_plain_lines_once_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     text = report(Stream(), every=10)
     lines = text.splitlines()

@@ -185,8 +185,34 @@ def test_failure_13_another_configuration_is_listed_and_refused(short: Path) -> 
 def test_other_data_are_refused(short: Path, tmp_path: Path) -> None:
     before = snapshot(short)
     other = write_text(tmp_path / "other.txt", seed=1)
-    assert str(other) in fail("train", "--data", other, "--out", short)
+    line = fail("train", "--data", other, "--out", short)
+    assert str(other) in line and f"--out {short}2" in line and "--init-from" not in line
     assert snapshot(short) == before
+
+
+def test_fewer_steps_than_are_done_are_refused(short: Path) -> None:
+    before, text = snapshot(short), treadle.load_config(short / "run.json").data.path
+    line = fail("train", "--data", text, "--out", short, "--steps", 20)
+    assert "train.steps: 20" in line and "step 30" in line and "--out" in line
+    assert snapshot(short) == before
+
+
+def test_a_given_key_is_told_before_what_follows_from_it(short: Path) -> None:
+    text = treadle.load_config(short / "run.json").data.path
+    line = fail("train", "--data", text, "--out", short, "--lr", 1e-7)
+    assert "optimizer.lr: saved" in line and "min_lr" not in line
+
+
+def test_a_run_goes_on_from_another_folder(
+    short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    monkeypatch.chdir(text.parent)
+    succeed("train", "--data", text.name, *FLAGS, "--steps", 4, "--out", out, "--run-steps", 2)
+    assert treadle.load_config(out / "run.json").data.path == str(text)
+    monkeypatch.chdir(tmp_path)
+    assert "resuming at step 2" in succeed("train", out / "run.json", "--out", out)
+    assert "finished at step 4" in succeed("train", "--out", out)
 
 
 def test_the_same_data_elsewhere_are_the_same(short: Path, stretch: Path, tmp_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +17,7 @@ from treadle import backends, models
 from treadle.config import Config, with_values
 from treadle.data.corpus import Dataset, open_data
 from treadle.data.sampler import Sampler, eval_windows
-from treadle.data.tokenizer import Tokenizer
+from treadle.data.tokenizer import TextStream, Tokenizer
 from treadle.errors import CheckpointError, ConfigError, NonFiniteError, TokenizerError
 from treadle.generate import Sampling, add_next_token, generate_ids, start_ids
 from treadle.graph.op import Graph
@@ -30,6 +34,7 @@ from treadle.train.program import (
     train_graph,
 )
 from treadle.train.registry import find_checkpoint
+from treadle.train.report import Report
 from treadle.train.schedule import learning_rate
 from treadle.train.session import Batches, Session, evaluate
 
@@ -71,6 +76,13 @@ class LanguageModel:
         self.notes: list[str] = []
         self._decoder: Any = None
 
+    def __repr__(self) -> str:
+        words = self.tokenizer.kind if self.tokenizer else "no"
+        return (
+            f"LanguageModel({self.model.architecture}, {self.model.n_parameters():,} parameters, "
+            f"{words} tokenizer, {self.backend.name})"
+        )
+
     def fit(
         self,
         data: Dataset,
@@ -79,10 +91,12 @@ class LanguageModel:
         lr: float = 1e-3,
         optimizer: OptimizerSettings | None = None,
         on_step: Callable[[int, float], None] | None = None,
+        progress: bool = True,
     ) -> list[float]:
         """Train for `steps` optimizer steps with warmup and cosine decay to lr / 10.
 
         Returns the loss of every step in nats. on_step(step, loss) is called after each.
+        progress: tell the loss on stderr, as `treadle train` does.
         NonFiniteError when a loss is not finite; the weights are those before that step.
         """
         if data.vocab_size > self.model.vocab_size:
@@ -96,19 +110,26 @@ class LanguageModel:
         session = Session(self.model, self.backend, settings, batch_size, block, seed=self.seed)
         session.load_weights(self.weights)
         losses: list[float] = []
-        for step in range(steps):
-            inputs, targets, _ = sampler.batch(step)
-            rate = learning_rate(
-                step, name="cosine", lr=lr, min_lr=lr / 10,
-                warmup_steps=min(100, steps // 10), steps=steps,
-            )  # fmt: skip
-            result = session.step(step, inputs, targets, rate)
-            if not result.applied:
-                self._take(session)
-                raise NonFiniteError(f"step {step + 1}: the loss is {result.loss}; lower lr ({lr})")
-            losses.append(result.loss)
-            if on_step is not None:
-                on_step(step + 1, result.loss)
+        with Report(steps, stream=sys.stderr) if progress else nullcontext() as report:
+            for step in range(steps):
+                started = time.perf_counter()
+                inputs, targets, _ = sampler.batch(step)
+                rate = learning_rate(
+                    step, name="cosine", lr=lr, min_lr=lr / 10,
+                    warmup_steps=min(100, steps // 10), steps=steps,
+                )  # fmt: skip
+                result = session.step(step, inputs, targets, rate)
+                if not result.applied:
+                    self._take(session)
+                    raise NonFiniteError(
+                        f"step {step + 1}: the loss is {result.loss}; lower lr ({lr})"
+                    )
+                losses.append(result.loss)
+                if report is not None:
+                    speed = inputs.size / (time.perf_counter() - started)
+                    report.step(step + 1, loss=result.loss, lr=rate, tokens_per_s=speed)
+                if on_step is not None:
+                    on_step(step + 1, result.loss)
         self._take(session)
         return losses
 
@@ -150,7 +171,10 @@ class LanguageModel:
         sampling: Sampling,
         notice: Callable[[str], None] | None = None,
     ) -> Iterator[str]:
-        """Yield text as it is written. notice gets a line when the context starts to slide."""
+        """Text as it is written. notice gets a line when the context starts to slide.
+
+        TokenizerError, at once, for a prompt that the tokenizer or the model cannot take.
+        """
         if self.tokenizer is None:
             raise TokenizerError(
                 "this model has no tokenizer; give one with --tokenizer FILE, or --vocab and "
@@ -162,18 +186,20 @@ class LanguageModel:
                 f"the prompt has token id {max(ids)}, but the model's vocabulary has "
                 f"{self.model.vocab_size} ids; the tokenizer belongs to another model"
             )
-        stream = self.tokenizer.stream()
         block = self.model.block_size
 
         def sliding() -> None:
             if notice is not None:
-                notice(f"the text is now longer than the context: the last {block} tokens count")
+                notice(f"the text is longer than the context: the last {block} tokens count")
 
         new = generate_ids(
             self._executable(), block, ids, tokens, sampling,
             self.tokenizer.eos_id, sliding, self.tokenizer.vocab_size,
         )  # fmt: skip
-        for token in new:
+        return self._decoded(new, self.tokenizer.stream())
+
+    def _decoded(self, ids: Iterator[int], stream: TextStream) -> Iterator[str]:
+        for token in ids:
             if piece := stream.push(token):
                 yield piece
         if piece := stream.finish():
@@ -241,7 +267,7 @@ def load(
 LossFunction = Callable[..., Value]
 
 
-@dataclass
+@dataclass(repr=False)
 class TrainingStep:
     """A compiled step: call it with the inputs by keyword, get the loss of before the update."""
 
@@ -253,9 +279,15 @@ class TrainingStep:
     lr: float
     count: int = 0
 
-    def __call__(self, **inputs: np.ndarray) -> float:
+    def __repr__(self) -> str:
+        return (
+            f"TrainingStep(inputs {_listed(self.inputs)}; params {_listed(self.params)}; "
+            f"{self.optimizer.name}, lr {self.lr:g}, {self.count} steps done)"
+        )
+
+    def __call__(self, *positional: np.ndarray, **inputs: np.ndarray) -> float:
         """One optimizer step on `inputs`; returns the loss."""
-        self._write(inputs)
+        self._write(positional, inputs)
         run, (b1, b2) = self.executable, self.optimizer.betas
         self.count += 1
         values = (self.lr, 1 - b1**self.count, 1 - b2**self.count, 1.0, 1.0)
@@ -264,26 +296,36 @@ class TrainingStep:
         run.run("micro_first", "update")
         return float(run.read("loss"))
 
-    def loss(self, **inputs: np.ndarray) -> float:
+    def loss(self, *positional: np.ndarray, **inputs: np.ndarray) -> float:
         """The loss on `inputs`, without an update."""
-        self._write(inputs)
+        self._write(positional, inputs)
         self.executable.run("micro_first")
         return float(self.executable.read("loss"))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """A copy of a parameter."""
-        return self.executable.read(name)
+        """A copy of a parameter; ConfigError where there is none of that name."""
+        return self.executable.read(self._parameter(name))
 
     def __setitem__(self, name: str, array: np.ndarray) -> None:
-        self.executable.write(name, array)
+        self.executable.write(self._parameter(name), array)
 
-    def _write(self, inputs: Mapping[str, np.ndarray]) -> None:
+    def _parameter(self, name: str) -> str:
+        if name not in self.params:
+            raise ConfigError(f"there is no parameter {name!r}; one of {_listed(self.params)}")
+        return name
+
+    def _write(self, positional: tuple[np.ndarray, ...], inputs: Mapping[str, np.ndarray]) -> None:
+        if positional:
+            example = ", ".join(f"{name}=..." for name in self.inputs)
+            raise ConfigError(f"inputs are given by name: step({example})")
         if set(inputs) != set(self.inputs):
-            raise ConfigError(
-                f"expected the inputs {', '.join(self.inputs)}; got {', '.join(inputs) or 'none'}"
-            )
+            raise ConfigError(f"expected the inputs {_listed(self.inputs)}; got {_listed(inputs)}")
         for name, array in inputs.items():
             self.executable.write(name, np.asarray(array))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def compile(
@@ -300,7 +342,15 @@ def compile(
     fn(**params, **inputs) is called once with symbolic values and returns the loss: a value of
     shape (), or a pair (sum, count) of a loss op, of which the mean is taken. params: initial
     float32 arrays by name. inputs: shapes by name; a pair (shape, dtype) for other dtypes.
+    ConfigError where fn has other arguments than these.
     """
+    try:
+        inspect.signature(fn).bind(**dict.fromkeys((*params, *inputs)))
+    except TypeError as error:
+        raise ConfigError(
+            f"the loss function takes its params and inputs by name, and here: {error}; given are "
+            f"{_listed((*params, *inputs))}"
+        ) from None
     settings = optimizer or OptimizerSettings(weight_decay=0.0, grad_clip=0.0)
     program = Program()
     for name, array in params.items():

@@ -35,6 +35,13 @@ class Check:
     def ok(self) -> bool:
         return bool(self.error <= self.limit)
 
+    @property
+    def distance(self) -> float:
+        """The error in units of its limit. A limit of 0 is that of counts, which are exact."""
+        if self.limit:
+            return self.error / self.limit
+        return 0.0 if self.ok else float("inf")
+
 
 def inputs_of(case: Case, dtype: str) -> tuple[list[Spec | None], list[np.ndarray | None]]:
     """Specs and float64 or integer arrays of a case's inputs, rounded to what `dtype` can hold."""
@@ -116,7 +123,7 @@ def symmetry(case: Case, backend: Backend, dtype: str) -> Check:
         _compare(oracle, naive, ours, FLOOR[dtype])
         for oracle, naive, ours in zip(*runs, strict=True)
     ]
-    return max(checks, key=lambda check: check.error - check.limit)
+    return max(checks, key=lambda check: (check.distance, check.limit))
 
 
 def _compare(oracle: np.ndarray, naive: np.ndarray, ours: np.ndarray, floor: float) -> Check:

@@ -491,10 +491,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the config: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}{_text_hint(path)}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path}: not JSON at line {error.lineno} column {error.colno}: {error.msg}"
+            f"{_text_hint(path)}"
         ) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -504,6 +505,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         )
     values.pop("$schema", None)
     return values
+
+
+def _text_hint(path: Path) -> str:
+    return "" if path.suffix == ".json" else f"; to train on a text: --data {path}"
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

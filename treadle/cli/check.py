@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 import typer
 
 from treadle.backends import Backend, select
-from treadle.cases import all_cases
+from treadle.cases import Case, Input, all_cases
 from treadle.checks import Check, gradient, symmetry
-from treadle.cli.tables import table
+from treadle.cli.tables import LiveTable
 
-QUICK_ROWS = 3  # of each op
+QUICK_ROWS = 3  # of each op, those of middle size
 
 
 def command(
     device: str = typer.Option("auto", help="Where to compute."),
     threads: int | None = typer.Option(None, min=1, help="CPU threads.", show_default=False),
-    quick: bool = typer.Option(False, help=f"Only {QUICK_ROWS} rows of each op."),
+    quick: bool = typer.Option(False, help=f"Only {QUICK_ROWS} rows of middle size of each op."),
 ) -> None:
     """Check gradients and kernels on this machine: every op, at many sizes.
 
@@ -27,16 +28,19 @@ def command(
     """
     backend, why = select(device, threads)
     print(f"checks on {backend.describe()} ({why})\n")
-    groups: dict[tuple[str, str], _Group] = {}
-    for op, kind, title, check in _results(backend, quick):
-        groups.setdefault((op, kind), _Group()).add(title, check)
-    rows = [
-        (op, kind, g.rows, f"{g.worst.error:.1e}", f"{g.worst.limit:.1e}", g.verdict)
-        for (op, kind), g in groups.items()
-    ]
-    print(table(rows, ("op", "check", "rows", "worst error", "limit", ""), left=2))
-    failures = [f"{kind} of {line}" for (_, kind), g in groups.items() for line in g.failures]
-    checks = sum(g.rows for g in groups.values())
+    ops = _cases_by_op(quick)
+    columns = (max(map(len, ops)), len("bfloat16"), 0, 0, 7, len("FAILED"))
+    shown = LiveTable(("op", "check", "rows", "worst error", "limit", ""), columns, left=2)
+    checks, failures = 0, []
+    for op, cases in ops.items():
+        groups: dict[str, _Group] = {}
+        for case in cases:
+            for kind, check in _results(case, backend):
+                groups.setdefault(kind, _Group()).add(case.title, check)
+        for kind, g in groups.items():
+            shown.add(op, kind, g.rows, f"{g.worst.error:.1e}", f"{g.worst.limit:.1e}", g.verdict)
+            checks += g.rows
+            failures += [f"{kind} of {line}" for line in g.failures]
     if failures:
         print("\nfailed:")
         print("\n".join(failures))
@@ -55,7 +59,7 @@ class _Group:
 
     def add(self, title: str, check: Check) -> None:
         self.rows += 1
-        if self.rows == 1 or _distance(check) > _distance(self.worst):
+        if self.rows == 1 or check.distance > self.worst.distance:
             self.worst = check
         if not check.ok:
             self.failures.append(f"{title}: error {check.error:.2e}, limit {check.limit:.2e}")
@@ -65,21 +69,26 @@ class _Group:
         return "FAILED" if self.failures else "ok"
 
 
-def _distance(check: Check) -> float:
-    if check.ok:
-        return check.error / check.limit if check.limit else 0.0
-    return float("inf")
-
-
-def _results(backend: Backend, quick: bool) -> Iterator[tuple[str, str, str, Check]]:
-    """(op, kind of check, row, result) for every check."""
-    seen: dict[str, int] = {}
+def _cases_by_op(quick: bool) -> dict[str, list[Case]]:
+    ops: dict[str, list[Case]] = {}
     for case in all_cases():
-        name = case.op.name
-        seen[name] = seen.get(name, 0) + 1
-        if quick and seen[name] > QUICK_ROWS:
-            continue
-        if case.gradient:
-            yield name, "gradient", case.title, gradient(case)
-        for dtype in case.dtypes:
-            yield name, dtype, case.title, symmetry(case, backend, dtype)
+        ops.setdefault(case.op.name, []).append(case)
+    if quick:
+        for op, cases in ops.items():
+            first = max(0, (len(cases) - QUICK_ROWS) // 2)
+            ops[op] = sorted(cases, key=_elements)[first : first + QUICK_ROWS]
+    return ops
+
+
+def _elements(case: Case) -> int:
+    """Elements of all inputs of a row."""
+    shapes = (x.shape if isinstance(x, Input) else x for x in case.inputs if x is not None)
+    return sum(map(prod, shapes))
+
+
+def _results(case: Case, backend: Backend) -> Iterator[tuple[str, Check]]:
+    """(kind of check, result) for every check of a row."""
+    if case.gradient:
+        yield "gradient", gradient(case)
+    for dtype in case.dtypes:
+        yield dtype, symmetry(case, backend, dtype)

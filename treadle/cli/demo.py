@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -52,7 +54,13 @@ TEMPERATURE = 0.6
 
 def command(
     language: str = typer.Option("en", metavar="en|es", help="English or Spanish stories."),
-    seed: int = typer.Option(1337, min=0, help="Seed of the training and of the new stories."),
+    seed: int | None = typer.Option(
+        None,
+        min=0,
+        help="Seed of the training and of the new stories; where the run is finished already, "
+        "each time another one unless it is given.",
+        show_default=False,
+    ),
     threads: int | None = typer.Option(None, min=1, help="CPU threads.", show_default=False),
     device: str = typer.Option("auto", help="Where to compute."),
     out: Path | None = typer.Option(
@@ -73,11 +81,13 @@ def command(
     kernels = backends.select(device, threads)[0].name != "numpy"
     report = Report(0)
     if _finished(run):
+        seed = secrets.randbelow(10**6) if seed is None else seed
         report.say(f"{run} is a finished demo: new stories from it (--out trains another)")
     else:
         if not kernels and device == "auto":
             report.say(COMPILERS)
         values = COMMON | (FULL if kernels else SMALL) | {"data.path": str(text)}
+        seed = Config().train.seed if seed is None else seed
         values |= {"train.seed": seed, "train.device": device, "train.threads": threads}
         outcome = train(Request(with_values(Config(), values), run))
         if not outcome.finished:
@@ -122,6 +132,7 @@ def _show(run: Path, text: Path, report: Any, seed: int, device: str, threads: i
     """The stories, the loss curve, the checkpoint, and how to go on."""
     from treadle.train.metrics import read_metrics
     from treadle.train.registry import find_checkpoint
+    from treadle.train.report import command_name
 
     report.say("\nNew stories, none of which is in the training text:")
     for story in _new_stories(run, text.read_text(encoding="utf-8"), seed, device, threads):
@@ -131,7 +142,7 @@ def _show(run: Path, text: Path, report: Any, seed: int, device: str, threads: i
     report.curve(read_metrics(run))
     report.say(f"\ncheckpoint: {find_checkpoint(run, 'best')[0]}")
     flags = f"--tokens {STORY_TOKENS} --temperature {TEMPERATURE} --seed {seed + TRIES}"
-    report.say(f"more stories: treadle generate {run} {flags}")
+    report.say(f"more stories: {command_name()} generate {shlex.quote(str(run))} {flags}")
 
 
 def _new_stories(

@@ -29,6 +29,7 @@ def command(
     from treadle.generate import Sampling
     from treadle.train.report import is_terminal, printable
 
+    prompt = prompt.replace("\r\n", "\n").replace("\r", "\n")  # as in the texts of a corpus
     sampling = Sampling(temperature, top_k, top_p, seed)
     model = load(source, device=device, threads=threads, tokenizer=tokenizer, vocab=vocab,
                  merges=merges)  # fmt: skip
@@ -36,13 +37,14 @@ def command(
     shown = printable if is_terminal(out) else str  # no text may steer the terminal
     for note in model.notes:
         print(f"treadle: {note}", file=sys.stderr)
+    notices: list[str] = []
+    pieces = model.stream(prompt, tokens, sampling, notice=notices.append)
     out.write(shown(prompt))
     out.flush()
-    for piece in model.stream(prompt, tokens, sampling, notice=_notice):
+    for piece in pieces:
         out.write(shown(piece))
         out.flush()
     out.write("\n")
-
-
-def _notice(text: str) -> None:
-    print(f"\ntreadle: {text}", file=sys.stderr)
+    out.flush()
+    for notice in notices:  # not before, because it would stand in the middle of the text
+        print(f"treadle: {notice}", file=sys.stderr)

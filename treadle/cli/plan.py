@@ -15,6 +15,7 @@ from treadle.errors import ConfigError
 from treadle.graph.plan import Plan
 from treadle.graph.value import ROLES
 from treadle.train.report import duration
+from treadle.train.saver import snapshot_bytes
 
 MEASURED_STEPS = 5
 
@@ -99,6 +100,7 @@ def _head(trial: Trial, name: str) -> str:
 def _memory(trial: Trial) -> str:
     executable = trial.session.executable
     memory, program = executable.memory(), executable.program
+    copied = snapshot_bytes(program)
     persistent: Counter[str] = Counter()
     for role in ROLES:
         persistent[ROLE_LABELS.get(role, role)] += program.persistent_bytes(role)
@@ -106,13 +108,14 @@ def _memory(trial: Trial) -> str:
     rows += [
         ("activations and other temporaries (arena)", mebibytes(memory.arena)),
         (f"scratch of {counted(executable.threads, 'thread')}", mebibytes(memory.scratch)),
-        ("total", mebibytes(memory.total)),
+        ("copy that is being saved", mebibytes(copied)),
+        ("total", mebibytes(memory.total + copied)),
     ]
     return table(rows, ("memory", ""))
 
 
 def _step(trial: Trial) -> str:
-    plans, cost = trial.session.executable.plans, trial.cost()
+    plans, cost = trial.session.executable.plans, trial.session.cost()
     rows: list[tuple[object, ...]] = []
     for graph, count in trial.graphs().items():
         plan = plans[graph]
@@ -131,7 +134,7 @@ def _step(trial: Trial) -> str:
 
 
 def _run(trial: Trial) -> str:
-    train, cost = trial.config.train, trial.cost()
+    train, cost = trial.config.train, trial.session.cost()
     seconds = trial.measure(MEASURED_STEPS)
     rows = [
         ("tokens a step", f"{trial.tokens:,}"),

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from treadle.cli.options import with_flags
-from treadle.cli.tables import mebibytes, rate, table
+from treadle.cli.tables import LiveTable, mebibytes, rate, table
 from treadle.cli.trial import Trial, open_trial
 from treadle.config import Config, ModelConfig, TrainConfig, inherit
 from treadle.graph.op import Node
@@ -53,35 +53,34 @@ def command(
     print(f"profile of {name} on {trial.session.backend.describe()} ({trial.why})\n")
     seconds = trial.measure(steps)
     print(_ops(trial, steps))
+    cost = trial.session.cost()
     print(
         f"\na whole step: {1000 * seconds:,.2f} ms, {trial.tokens / seconds:,.0f} tokens/s, "
-        f"{rate(trial.cost().flops, seconds)} GFLOP/s, {rate(trial.cost().nbytes, seconds)} GB/s "
+        f"{rate(cost.flops, seconds)} GFLOP/s, {rate(cost.nbytes, seconds)} GB/s "
         f"(median of {steps})"
     )
     trial.close()
 
 
 def _ladder(config: Config, steps: int) -> None:
-    rows: list[tuple[str, ...]] = []
+    shown: LiveTable | None = None
     header = ("model", "parameters", "tokens", "ms/step", "tokens/s", "GFLOP/s", "memory")
     for label, sizes in LADDER.items():
         trial = open_trial(inherit(config, sizes))
-        if not rows:
+        if shown is None:
             print(f"training steps on {trial.session.backend.describe()} ({trial.why})\n")
+            shown = LiveTable(header, (5, 10, 6, 9, 9, 7, 11))
         seconds = trial.measure(steps)
-        rows.append(
-            (
-                label,
-                f"{trial.session.model.n_parameters():,}",
-                f"{trial.tokens:,}",
-                f"{1000 * seconds:,.2f}",
-                f"{trial.tokens / seconds:,.0f}",
-                rate(trial.cost().flops, seconds),
-                mebibytes(trial.session.executable.memory().total),
-            )
+        shown.add(
+            label,
+            f"{trial.session.model.n_parameters():,}",
+            f"{trial.tokens:,}",
+            f"{1000 * seconds:,.2f}",
+            f"{trial.tokens / seconds:,.0f}",
+            rate(trial.session.cost().flops, seconds),
+            mebibytes(trial.session.executable.memory().total),
         )
         trial.close()
-    print(table(rows, header))
 
 
 # ---------------------------------------------------------------- op by op

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -57,10 +58,18 @@ def command(
     if tensorboard:
         config = with_values(config, {"train.tensorboard": True})
     if write_config is not None:
-        dump_config(resolve(config)[0] if config.data.path else config, write_config)
+        filled = resolve(config)[0] if config.data.path else config
+        dump_config(with_values(filled, _following(config)), write_config)
         print(f"wrote {write_config}")
         return
     train(Request(config, run, resume, init_from, run_steps))
+
+
+def _following(config: Config) -> dict[str, Any]:
+    """The keys that follow steps and learning rate, as they were given: left null in a file, they
+    follow what is changed there or by a flag."""
+    schedule = config.schedule
+    return {"schedule.warmup_steps": schedule.warmup_steps, "schedule.min_lr": schedule.min_lr}
 
 
 def checkpoint_table(run: Path) -> str:

@@ -13,13 +13,13 @@ from treadle.config import Config, to_dict
 from treadle.data.corpus import Dataset, open_data
 from treadle.data.sampler import Sampler, eval_windows
 from treadle.errors import ConfigError
-from treadle.graph.op import Cost
 from treadle.train.run import build_model, make_session
 from treadle.train.session import Session
 
 # What decides a step's work, and so has to be given where no data say it.
+VOCAB = "model.vocab_size"  # the one of them that has no flag
 SIZES = (
-    "model.vocab_size",
+    VOCAB,
     "model.n_layer",
     "model.n_head",
     "model.n_embd",
@@ -74,12 +74,6 @@ class Trial:
         micro = self.session.grad_accum - 1
         return {"micro_first": 1} | ({"micro": micro} if micro else {}) | {"update": 1}
 
-    def cost(self) -> Cost:
-        """Of one step."""
-        plans = self.session.executable.plans
-        costs = [(plans[name].cost, count) for name, count in self.graphs().items()]
-        return Cost(sum(c.flops * n for c, n in costs), sum(c.nbytes * n for c, n in costs))
-
     @property
     def tokens(self) -> int:
         """Tokens a step."""
@@ -102,9 +96,8 @@ def open_trial(config: Config) -> Trial:
         sections = to_dict(config)
         missing = [key for key in SIZES if sections[key.split(".")[0]][key.split(".")[1]] is None]
         if missing:
-            raise ConfigError(
-                f"give a text with --data; without one, these keys are needed: {', '.join(missing)}"
-            )
+            needed = ", ".join(missing).replace(VOCAB, f"{VOCAB} (--set {VOCAB}=65)")
+            raise ConfigError(f"give a text with --data; without one, these are needed: {needed}")
     model, train = build_model(config), config.train
     assert train.batch_size is not None
     backend, why = backends.select(train.device, train.threads)

@@ -70,55 +70,100 @@ INLINE void join_units_2(vf x[2], const T *p, int64_t next) {
 }
 #endif
 
+/* Sums in tensors of type T. With pairs the processor's own narrowing is used: it flushes denormals, but
+   so did the sums. */
+#if UNIT == 2
+INLINE void store_sum(T *p, vf x) {
+    __m256i h = (__m256i)_mm512_cvtneps_pbh(x);
+    memcpy(p, &h, sizeof h);
+}
+INLINE void storen_sum(T *p, vf x, int64_t n) {
+    _mm256_mask_storeu_epi16(p, vm_first(n), (__m256i)_mm512_cvtneps_pbh(x));
+}
+INLINE void store_sums(T *p, const vf x[2]) {
+    __m512i h = (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]);
+    memcpy(p, &h, sizeof h);
+}
+#else
+INLINE void store_sum(T *p, vf x) { vstore(p, x); }
+INLINE void storen_sum(T *p, vf x, int64_t n) { vstoren(p, x, n); }
+INLINE void store_sums(T *p, const vf x[2]) {
+    vstore(p, x[0]);
+    vstore(p + VL, x[1]);
+}
+#endif
+
 INLINE int64_t units(int64_t k) { return ceil_div(k, UNIT); }
 
 /* ---- the microkernel -------------------------------------------------------------------------------- */
 
-/* Units of A: of row i and k, at[i row + k step]. */
+/* What becomes of a tile's sums: to = from + sums + bias, where from and bias may be NULL. */
 typedef struct {
-    const float *at;
-    int64_t row, step;
-} tile_rows;
+    const float *from, *bias;
+    void *to; /* float, or T if `narrow` */
+    int64_t from_row, to_row;
+    int narrow;
+} tile_end;
 
-/* to = from + A B for kc units, mr rows and nv vectors of columns; from may be NULL. Meanwhile kc cache
-   lines from `ahead` on are brought into the second-level cache. */
-INLINE void tile_body_(const int mr, const int nv, int64_t kc, tile_rows a, const float *b,
-                       const float *ahead, const float *from, int64_t from_row, float *to,
-                       int64_t to_row) {
+/* One tile of A B for kc units, mr rows and nv vectors of columns, where unit k of A's row i is
+   a[i a_row + k a_step]. Meanwhile kc cache lines from `ahead` on are brought into the second-level
+   cache. */
+INLINE void tile_body_(const int mr, const int nv, int64_t kc, const float *a, int64_t a_row,
+                       int64_t a_step, const float *b, const float *ahead, const tile_end *end) {
     vf acc[MR][2];
     UNROLL for (int i = 0; i < mr; i++) {
         UNROLL for (int v = 0; v < nv; v++) acc[i][v] = vzero();
     }
     /* Every third row: an address is a register plus 0, 1 or 2 times another. */
     const float *third[(MR + 2) / 3];
-    UNROLL for (int i = 0; i < mr; i += 3) third[i / 3] = a.at + i * a.row;
+    UNROLL for (int i = 0; i < mr; i += 3) third[i / 3] = a + i * a_row;
     for (int64_t k = 0; k < kc; k++) {
         vf bv[2];
         __builtin_prefetch(ahead + k * (CACHE_LINE / 4), 0, 2);
         UNROLL for (int v = 0; v < nv; v++) bv[v] = vload_f32(b + v * VL);
         UNROLL for (int i = 0; i < mr; i++) {
-            vf av = vset(third[i / 3][i % 3 * a.row]);
+            vf av = vset(third[i / 3][i % 3 * a_row]);
             UNROLL for (int v = 0; v < nv; v++) acc[i][v] = vdot(av, bv[v], acc[i][v]);
         }
-        UNROLL for (int i = 0; i < mr; i += 3) third[i / 3] += a.step;
+        UNROLL for (int i = 0; i < mr; i += 3) third[i / 3] += a_step;
         b += NR;
     }
-    UNROLL for (int i = 0; i < mr; i++) {
-        UNROLL for (int v = 0; v < nv; v++) {
-            const float *f = from + i * from_row + v * VL;
-            vstore_f32(to + i * to_row + v * VL, from ? vload_f32(f) + acc[i][v] : acc[i][v]);
+    const float *from = end->from;
+    if (from) {
+        UNROLL for (int i = 0; i < mr; i++, from += end->from_row) {
+            UNROLL for (int v = 0; v < nv; v++) acc[i][v] = vload_f32(from + v * VL) + acc[i][v];
+        }
+    }
+    vf bias[2] = {vzero(), vzero()};
+    if (end->bias) {
+        UNROLL for (int v = 0; v < nv; v++) bias[v] = vload_f32(end->bias + v * VL);
+    }
+    if (end->narrow) {
+        T *to = end->to;
+        UNROLL for (int i = 0; i < mr; i++, to += end->to_row) {
+            UNROLL for (int v = 0; v < nv; v++) acc[i][v] += bias[v];
+            if (nv == 2) {
+                store_sums(to, acc[i]);
+            } else {
+                store_sum(to, acc[i][0]);
+            }
+        }
+    } else {
+        float *to = end->to;
+        UNROLL for (int i = 0; i < mr; i++, to += end->to_row) {
+            UNROLL for (int v = 0; v < nv; v++) vstore_f32(to + v * VL, acc[i][v] + bias[v]);
         }
     }
 }
 
-typedef void tile_kernel(int64_t kc, tile_rows a, const float *b, const float *ahead,
-                         const float *from, int64_t from_row, float *to, int64_t to_row);
+typedef void tile_kernel(int64_t kc, const float *a, int64_t a_row, int64_t a_step, const float *b,
+                         const float *ahead, const tile_end *end);
 
 #define TILE_KERNEL_(mr, nv) \
     static __attribute__((noinline)) void tile_##mr##x##nv( \
-        int64_t kc, tile_rows a, const float *b, const float *ahead, const float *from, \
-        int64_t from_row, float *to, int64_t to_row) { \
-        tile_body_(mr, nv, kc, a, b, ahead, from, from_row, to, to_row); \
+        int64_t kc, const float *a, int64_t a_row, int64_t a_step, const float *b, \
+        const float *ahead, const tile_end *end) { \
+        tile_body_(mr, nv, kc, a, a_row, a_step, b, ahead, end); \
     }
 #define TILE_ROW_(mr) TILE_KERNEL_(mr, 1) TILE_KERNEL_(mr, 2)
 #define TILE_ENTRY_(mr) {tile_##mr##x1, tile_##mr##x2}
@@ -199,6 +244,15 @@ INLINE void pack_along_(float *to, const int width, const int lanes, operand o, 
     for (int64_t j = 0; j < units(kc - k); j++) vstoren_f32(to + j * width, x[j], lanes);
 }
 
+/* The same for lines side by side. */
+INLINE void pack_across_(float *to, const int width, const int lanes, operand o, int64_t lines,
+                         int64_t kc) {
+    lines = min_i64(lines, VL);
+    for (int64_t k = 0; k < kc; k += UNIT, to += width, o.at += UNIT * o.k) {
+        vstoren_f32(to, join_units(o.at, k + 1 < kc ? o.k : 0, lines), lanes);
+    }
+}
+
 /* to[unit][width] = a panel of up to `width` lines and kc elements of K. Lanes beyond the lines hold
    anything: no result depends on them. */
 INLINE void pack_panel(float *to, const int width, operand o, int64_t lines, int64_t kc) {
@@ -209,21 +263,21 @@ INLINE void pack_panel(float *to, const int width, operand o, int64_t lines, int
         }
         return;
     }
-    for (int64_t k = 0; k < kc; k += UNIT, to += width) {
-        const T *p = o.at + k * o.k;
-        const int64_t next = k + 1 < kc ? o.k : 0;
-        int64_t i = 0;
-        if (width == NR && lines == NR && (UNIT == 1 || next)) {
-            vf x[2];
-            join_units_2(x, p, next);
+    if (width == NR && lines == NR) {
+        int64_t k = 0;
+        vf x[2];
+        for (; k + UNIT <= kc; k += UNIT, to += NR) {
+            join_units_2(x, o.at + k * o.k, o.k);
             vstore_f32(to, x[0]);
             vstore_f32(to + VL, x[1]);
-            continue;
         }
-        for (; i < lines; i += VL) {
-            vf x = join_units(p + i, next, min_i64(VL, lines - i));
-            vstoren_f32(to + i, x, min_i64(VL, width - i));
-        }
+        if (k == kc) return;
+        o = at_k(o, k);
+        kc -= k;
+    }
+    UNROLL for (int i = 0; i < width; i += VL) {
+        const int lanes = width - i < VL ? width - i : VL;
+        if (i < lines) pack_across_(to + i, width, lanes, at_line(o, i), lines - i, kc);
     }
 }
 

@@ -63,14 +63,14 @@ INLINE void finish_rows(const epilogue *e, const float *sum, int64_t row, int64_
         for (int64_t i = 0; i < rows; i++) {
             const int64_t at = (i0 + i) * e->stride + j0 + j;
             vf x = vfma(vload_f32(sum + i * row + j), scale, bias);
-            if (e->pre) vstoren(e->pre + at, x, n);
+            if (e->pre) storen_sum(e->pre + at, x, n);
             x = vactivation(activation, x);
             if (e->residual) x = x + load_out(e->residual, at, n, f32);
             if (e->flags & ACCUMULATE) x = load_out(e->out, at, n, f32) + x;
             if (f32) {
                 vstoren_f32((float *)e->out + at, x, n);
             } else {
-                vstoren((T *)e->out + at, x, n);
+                storen_sum((T *)e->out + at, x, n);
             }
         }
     }
@@ -212,10 +212,10 @@ static void few_rows(const few_product *p, const epilogue *e, int64_t j0, int64_
 
 /* ---- the product -------------------------------------------------------------------------------------- */
 
-/* Whether a finished tile is its sum as it stands, so that the register tile may write it in place. */
-INLINE int is_plain(const epilogue *e) {
-    return is_f32(e) && e->activation == ACT_NONE && !e->pre && !e->bias && !e->residual &&
-           !(e->flags & ACCUMULATE) && e->scale == 1.0f;
+/* Whether the register tile may write its sums, and the bias, into the output itself. */
+INLINE int is_plain(const epilogue *e, int64_t k_blocks) {
+    const int adds = (e->flags & ACCUMULATE) && (!is_f32(e) || e->bias || k_blocks > 1);
+    return e->activation == ACT_NONE && !e->pre && !e->residual && !adds && e->scale == 1.0f;
 }
 
 /* Memory that is wanted soon: rows of `bytes` bytes, of which `done` of the first have been asked for. */
@@ -301,34 +301,46 @@ INLINE void multiply_block(const product *p, const int by_rows, int64_t part, in
                                                    : p->shared + (k + kc) / UNIT * shared_width;
         const int64_t across_q = panel_start(shared_width, across, q);
         const int64_t n_shared = panel_start(shared_width, across, q + 1) - across_q;
-        for (int64_t s = 0; s < own_panels; s++) {
-            const int64_t line_s = panel_start(own_width, lines, s);
-            const int64_t n_own = panel_start(own_width, lines, s + 1) - line_s;
+        int64_t line_s = 0, n_own;
+        for (int64_t s = 0; s < own_panels; s++, line_s += n_own) {
+            n_own = panel_start(own_width, lines, s + 1) - line_s;
             const int64_t i = by_rows ? line + line_s : across_q, j = by_rows ? across_q : line + line_s;
             const int64_t m = by_rows ? n_own : n_shared, n = by_rows ? n_shared : n_own;
             const float *panel = own + s * depth * own_width;
             const float *b = by_rows ? shared : panel;
-            tile_rows a = {by_rows ? panel : shared, 1, MR};
+            const float *a = by_rows ? panel : shared;
+            int64_t a_row = 1, a_step = MR;
             if (p->in_place) {
-                a = (tile_rows){(const float *)(p->a.at + i * p->a.line + k), p->a.line / UNIT, 1};
+                a = (const float *)(p->a.at + i * p->a.line + k);
+                a_row = p->a.line / UNIT;
+                a_step = 1;
             }
             tile_kernel *kernel = tile_kernels[m - 1][n > VL];
             float *tile = tiles + (p->k_blocks > 1 ? (q * own_panels + s) * MR * NR : 0);
-            const float *from = kb ? tile : NULL;
+            tile_end end = {.from = kb ? tile : NULL, .to = tile, .from_row = NR, .to_row = NR};
             const float *ahead_s = ahead + (by_rows ? s % 2 * depth * VL : 0);
             fetch(&next, fetches);
             if (!last) {
-                kernel(depth, a, b, ahead_s, from, NR, tile, NR);
+                kernel(depth, a, a_row, a_step, b, ahead_s, &end);
                 continue;
             }
-            const int64_t at = i * p->e->stride + j;
-            char *out = (char *)p->e->out + at * p->out_bytes;
-            fetch_out(out, p->e->stride * p->out_bytes, m, n * p->out_bytes);
+            const epilogue *e = p->e;
+            const int64_t at = i * e->stride + j;
+            char *out = (char *)e->out + at * p->out_bytes;
+            fetch_out(out, e->stride * p->out_bytes, m, n * p->out_bytes);
             if (p->plain && n % VL == 0) {
-                kernel(depth, a, b, ahead_s, from, NR, (float *)out, p->e->stride);
+                if (e->flags & ACCUMULATE) {
+                    end.from = (float *)out;
+                    end.from_row = e->stride;
+                }
+                end.bias = e->bias ? e->bias + j : NULL;
+                end.to = out;
+                end.to_row = e->stride;
+                end.narrow = !is_f32(e);
+                kernel(depth, a, a_row, a_step, b, ahead_s, &end);
             } else {
-                kernel(depth, a, b, ahead_s, from, NR, tile, NR);
-                finish(p->e, tile, NR, i, j, m, n);
+                kernel(depth, a, a_row, a_step, b, ahead_s, &end);
+                finish(e, tile, NR, i, j, m, n);
             }
         }
     }
@@ -372,7 +384,7 @@ KERNEL(matmul) {
                  .shared = c->ptr[6], .M = c->dim[0], .N = c->dim[1], .K = c->dim[2],
                  .by_rows = c->dim[8] != 0, .k_blocks = c->dim[10], .parts = c->tasks * blocks,
                  .in_place = in_place((operand){c->ptr[2], c->dim[3], c->dim[4]}, c->dim[2]),
-                 .plain = is_plain(&e), .out_bytes = is_f32(&e) ? 4 : 2, .e = &e};
+                 .plain = is_plain(&e, c->dim[10]), .out_bytes = is_f32(&e) ? 4 : 2, .e = &e};
     if (p.M <= FEW_ROWS) {
         const few_product few = {.a = p.a, .b = p.b, .rows = p.M, .K = p.K, .k_blocks = p.k_blocks};
         const int64_t j = first_line(&p, task);

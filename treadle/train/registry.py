@@ -283,10 +283,18 @@ def find_checkpoint(path: str | os.PathLike[str], prefer: Preference) -> tuple[P
     """The checkpoint that a person means by `path`, and a note to print or None.
 
     A run directory means its best or newest intact checkpoint; anything else is returned as it
-    is, for `load_checkpoint` to judge. Raises CheckpointError for a run without checkpoints.
+    is, for `load_checkpoint` to judge. Raises CheckpointError for a run without checkpoints, a
+    directory of runs, and a file that is no model.
     """
     source = Path(path)
     if not (source / CHECKPOINTS_DIR).is_dir():
+        runs = sorted(str(found.parent) for found in source.glob(f"*/{CHECKPOINTS_DIR}"))
+        if runs:
+            raise CheckpointError(f"{source}: holds runs; name one of them: {', '.join(runs)}")
+        if source.is_file() and source.suffix != ".safetensors":
+            raise CheckpointError(
+                f"{source}: is not a model; name a run, a checkpoint or a model.safetensors"
+            )
         return source, None
     registry = Registry(source)
     found = registry.best() if prefer == "best" else registry.latest()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 DRAW_INTERVAL = 0.1  # seconds between frames of the display, so that fast steps do not wait for it
 SMOOTHING = 0.98  # weight of the past in the smoothed loss
+PLAIN_LINES = 40  # of steps, in a whole run that is not watched on a terminal
 
 
 def is_terminal(stream: IO[str]) -> bool:
@@ -48,6 +52,17 @@ def printable(text: str) -> str:
     )
 
 
+def command_name() -> str:
+    """What a person types to call this command again: `treadle`, where the shell finds it."""
+    called = Path(sys.argv[0])
+    if shutil.which("treadle") is None:
+        if called.name == "__main__.py":
+            return "python -m treadle"
+        if called.stem == "treadle":
+            return shlex.quote(str(called))
+    return "treadle"
+
+
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
@@ -73,8 +88,9 @@ class Report:
     """The voice of a run of `steps` optimizer steps, of which `start` are done already.
 
     On a terminal `step` and `sample` move a live display and everything else is printed above it.
-    On any other stream `step` prints one line for every `every` steps, for every evaluation, and
-    for the last step, without control characters. A reader that goes away (a closed pipe)
+    On any other stream `step` prints one line for every `every` steps (None: about PLAIN_LINES in
+    all, at least 10 steps apart), for every evaluation, and for the last step, without control
+    characters. A reader that goes away (a closed pipe)
     silences the report; the run goes on.
 
     flops_per_token: of training, for the speed in GFLOP/s. memory: bytes, to be shown.
@@ -85,12 +101,13 @@ class Report:
         steps: int,
         *,
         start: int = 0,
-        every: int = 10,
+        every: int | None = None,
         stream: IO[str] | None = None,
         flops_per_token: float = 0.0,
         memory: int = 0,
     ) -> None:
-        self.steps, self.start, self.every = steps, start, every
+        self.steps, self.start = steps, start
+        self.every = max(10, steps // PLAIN_LINES) if every is None else every
         self.flops_per_token, self.memory = flops_per_token, memory
         self.stream: IO[str] = sys.stdout if stream is None else stream
         self._encoding: str = getattr(self.stream, "encoding", None) or "ascii"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -17,9 +18,10 @@ from treadle.config import (
     dump_config,
     inherit,
     to_dict,
+    with_values,
 )
 from treadle.data.corpus import Dataset, open_data, unigram_loss
-from treadle.errors import CheckpointError, ConfigError, MismatchError
+from treadle.errors import CheckpointError, ConfigError, LockError, MismatchError
 from treadle.models.base import Model
 from treadle.train.checkpoint import Checkpoint, check_config_match, load_checkpoint
 from treadle.train.environment import write_environment
@@ -27,13 +29,14 @@ from treadle.train.lock import RunLock
 from treadle.train.metrics import read_metrics
 from treadle.train.program import OptimizerSettings
 from treadle.train.registry import Registry, find_checkpoint
-from treadle.train.report import Report
+from treadle.train.report import Report, command_name
 from treadle.train.saver import snapshot_bytes
 from treadle.train.session import Session
 from treadle.train.signals import StopRequest
 from treadle.train.trainer import Outcome, Trainer
 
 RUN_CONFIG = "run.json"
+FREE_KEYS = [*RESUMABLE_KEYS, "data.path"]  # of data, the digest decides
 
 
 @dataclass(frozen=True)
@@ -54,24 +57,44 @@ class Request:
 def train(request: Request, stream: IO[str] | None = None) -> Outcome:
     """Train as asked; everything written goes to `request.out`. See Trainer.run for the end."""
     out = request.out
-    with StopRequest() as stop, RunLock(out):
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file, not a directory; choose another --out")
+    with StopRequest() as stop, contextlib.ExitStack() as held:
+        # A run that is there is locked before it is read. A new one gets its directory only after
+        # all that can be refused, so that a mistake leaves nothing behind.
+        new = not out.exists()
+        if not new:
+            held.enter_context(RunLock(out))
         registry = Registry(out)
         registry.recover()
         checkpoint, notes = _to_resume(request, registry)
-        config, dataset = resolve(request.config, _saved_config(checkpoint))
-        _check_resumable(checkpoint, config, dataset)
-        model = build_model(config)
-        backend, why = backends.select(config.train.device, config.train.threads)
-        session = make_session(config, model, backend)
-        dump_config(config, out / RUN_CONFIG)
-        write_environment(out, backend)
+        saved = _saved_config(checkpoint)
+        if saved is not None:
+            _check_given(request.config, saved)
+        config, dataset = resolve(request.config, saved)
+        assert config.data.path is not None
+        config = with_values(config, {"data.path": str(Path(config.data.path).absolute())})
+        _check_resumable(checkpoint, config, dataset, out)
         steps = config.train.steps or 0
         start = int(checkpoint.state["step"]) if checkpoint and checkpoint.state else 0
+        model = build_model(config)
+        weights = None
+        if request.init_from and checkpoint is None:
+            weights = _initial_weights(request.init_from, model)
+        backend, why = backends.select(config.train.device, config.train.threads)
+        session = make_session(config, model, backend)
+        held.enter_context(contextlib.closing(session.executable))
+        if new:
+            held.enter_context(RunLock(out))
+            if Registry(out).entries:
+                raise LockError(f"another process has just made {out}; run the command again")
+        dump_config(config, out / RUN_CONFIG)
+        write_environment(out, backend)
         memory = session.executable.memory().total + snapshot_bytes(session.program)
         tokens = (config.train.batch_size or 0) * session.block_size
         flops = session.cost().flops / tokens
         report = Report(steps, start=start, stream=stream, flops_per_token=flops, memory=memory)
-        with contextlib.closing(session.executable), report:
+        with report:
             trainer = Trainer(config, dataset, session, out, report, stop)
             for note in notes:
                 report.say(note)
@@ -85,8 +108,8 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
                     report.say(line)
             else:
                 session.initialise()
-                if request.init_from:
-                    session.load_weights(_initial_weights(request.init_from, model))
+                if weights is not None:
+                    session.load_weights(weights)
                     report.say(f"starting from the weights of {request.init_from}")
                 trainer.metrics.truncate_to(0)
             outcome = trainer.run(request.run_steps)
@@ -166,17 +189,40 @@ def _saved_config(checkpoint: Checkpoint | None) -> Config | None:
     return Config(**checkpoint.state["config"])
 
 
-def _check_resumable(checkpoint: Checkpoint | None, config: Config, dataset: Dataset) -> None:
-    """MismatchError when the configuration or the data differ where they must not."""
+def _check_given(config: Config, saved: Config) -> None:
+    """MismatchError naming the given keys that differ from the saved run's where they must not.
+
+    Before anything is derived: a saved value that no longer fits beside a given one is no fault
+    of the person, who may never have seen its key.
+    """
+    given = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    if config.data.tokenizer == "auto":
+        given.get("data", {}).pop("tokenizer", None)
+    old = to_dict(saved)
+    new = {section: values | given.get(section, {}) for section, values in old.items()}
+    check_config_match(old, new, FREE_KEYS)
+
+
+def _check_resumable(
+    checkpoint: Checkpoint | None, config: Config, dataset: Dataset, out: Path
+) -> None:
+    """MismatchError when the configuration or the data differ where they must not, ConfigError
+    when the run is to end before the checkpoint."""
     if checkpoint is None or checkpoint.state is None:
         return
     # Through Config, so that keys which a checkpoint is too old to have get their defaults.
     saved = to_dict(Config(**checkpoint.state["config"]))
-    check_config_match(saved, to_dict(config), [*RESUMABLE_KEYS, "data.path"])
+    check_config_match(saved, to_dict(config), FREE_KEYS)
     if checkpoint.state["data"] != dataset.digest():
         raise MismatchError(
             f"the data at {config.data.path} are not those that {checkpoint.path} was trained "
-            "on; restore them, or start another run with --out and --init-from"
+            f"on; start another run with --out {shlex.quote(f'{out}2')}, or restore them"
+        )
+    step, steps = int(checkpoint.state["step"]), config.train.steps or 0
+    if steps < step:
+        raise ConfigError(
+            f"train.steps: {steps} is less than step {step} of {checkpoint.path}; give at least "
+            f"{step}, or start another run with --out {shlex.quote(f'{out}2')}"
         )
 
 
@@ -243,7 +289,8 @@ def closing(outcome: Outcome, dataset: Dataset, steps: int, out: Path) -> list[s
     if outcome.checkpoint is not None:
         lines.append(f"checkpoint: {outcome.checkpoint}")
     if outcome.finished:
-        lines.append(f"generate text with: treadle generate {out} --prompt TEXT")
+        run = shlex.quote(str(out))
+        lines.append(f"generate text with: {command_name()} generate {run} --prompt TEXT")
     else:
         lines.append(f"stopped at step {outcome.step} of {steps}; the same command resumes")
     return lines
