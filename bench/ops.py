@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import common
 import numpy as np
 import torch
-from common import PRESETS, Preset, Setting
 from torch.nn import functional as F
 
+import common
+from common import PRESETS, Preset, Setting
 from treadle import ops
 from treadle.backends.base import Executable
 from treadle.backends.cpu import CpuBackend

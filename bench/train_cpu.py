@@ -44,10 +44,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-import common
 import numpy as np
-from common import PRESETS, Preset, Setting
 
+import common
+from common import PRESETS, Preset, Setting
 from treadle.backends.cpu import CpuBackend
 from treadle.train.program import OptimizerSettings
 from treadle.train.session import Session
@@ -110,6 +110,7 @@ def treadle_stepper(preset: Preset, precision: str, threads: int) -> Stepper:
 def torch_stepper(preset: Preset, precision: str, threads: int, compiled: bool) -> Stepper:
     """PyTorch's, with its fused AdamW; bf16 is its autocast."""
     import torch
+
     from torch_gpt2 import GPT2
 
     torch.set_num_threads(threads)

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from runs import metrics, succeed, write_text
 
 import treadle
+from runs import metrics, succeed, write_text
 from treadle.api import load_data
 from treadle.backends.numpy import NumpyBackend
 from treadle.data.sampler import Sampler

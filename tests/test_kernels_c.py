@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from kernels_c import (
     COMPILER,
     ISAS,
@@ -21,7 +22,6 @@ from kernels_c import (
     rounded_to_bf16,
     run_matmul,
 )
-
 from treadle.backends import build as builder
 
 

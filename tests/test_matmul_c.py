@@ -7,6 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+
 from kernels_c import (
     ACTIVATIONS,
     ISAS,
@@ -16,7 +17,6 @@ from kernels_c import (
     run_matmul,
     strides,
 )
-
 from treadle.ops.tiles import matmul_tiles
 
 

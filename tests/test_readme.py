@@ -24,9 +24,9 @@ from typing import Any
 
 import pytest
 import typer
-from test_imports import ALLOWED
 
 import treadle
+from test_imports import ALLOWED
 from treadle.backends import NAMES, build
 from treadle.cli import COMMANDS, main
 from treadle.config import (
