@@ -245,7 +245,7 @@ INLINE void pack_along_(float *to, const int width, const int lanes, operand o, 
 }
 
 /* The same for lines side by side. */
-INLINE void pack_across_(float *to, const int width, const int lanes, operand o, int64_t lines,
+INLINE void pack_across_(float *to, const int width, int64_t lanes, operand o, int64_t lines,
                          int64_t kc) {
     lines = min_i64(lines, VL);
     for (int64_t k = 0; k < kc; k += UNIT, to += width, o.at += UNIT * o.k) {
@@ -275,9 +275,8 @@ INLINE void pack_panel(float *to, const int width, operand o, int64_t lines, int
         o = at_k(o, k);
         kc -= k;
     }
-    UNROLL for (int i = 0; i < width; i += VL) {
-        const int lanes = width - i < VL ? width - i : VL;
-        if (i < lines) pack_across_(to + i, width, lanes, at_line(o, i), lines - i, kc);
+    for (int i = 0; i < width && i < lines; i += VL) {
+        pack_across_(to + i, width, min_i64(VL, width - i), at_line(o, i), lines - i, kc);
     }
 }
 
@@ -295,19 +294,26 @@ INLINE int64_t panel_start(const int width, int64_t lines, int64_t p) {
 }
 
 /* Panels of `width` lines each, `stride` floats apart, for all lines of o. Where lines lie side by side,
-   K goes by in steps that keep the memory touched in the first-level cache. */
+   K goes by in steps that keep the rows in the first-level cache, even where they fall on the same sets;
+   the hardware does not foresee such steps, so what comes two steps later is fetched. */
 #define PACK_STEP 8
 INLINE void pack(float *to, int64_t stride, const int width, operand o, int64_t lines, int64_t kc) {
     const int64_t panels = panels_of(width, lines), step = o.k == 1 ? kc : PACK_STEP;
     for (int64_t k = 0; k < kc; k += step) {
         for (int64_t p = 0; p < panels; p++) {
             const int64_t i = panel_start(width, lines, p);
+            const operand from = at_k(at_line(o, i), k);
+            float *panel = to + p * stride + k / UNIT * width;
             if (o.k != 1) {
-                for (int r = 0; r < PACK_STEP; r++) __builtin_prefetch(o.at + (k + 2*PACK_STEP+r) * o.k + i);
-                for (int r = 0; r < PACK_STEP / UNIT * width; r+=16) __builtin_prefetch(to + p * stride + (k+2*PACK_STEP) / UNIT * width + r, 1);
+                for (int64_t r = 2 * PACK_STEP; r < 3 * PACK_STEP; r++) {
+                    __builtin_prefetch(at_k(from, r).at);
+                }
+                float *ahead = panel + 2 * PACK_STEP / UNIT * width;
+                for (int64_t r = 0; r < PACK_STEP / UNIT * width; r += CACHE_LINE / 4) {
+                    __builtin_prefetch(ahead + r, 1);
+                }
             }
-            pack_panel(to + p * stride + k / UNIT * width, width, at_k(at_line(o, i), k),
-                       panel_start(width, lines, p + 1) - i, min_i64(step, kc - k));
+            pack_panel(panel, width, from, panel_start(width, lines, p + 1) - i, min_i64(step, kc - k));
         }
     }
 }
