@@ -15,7 +15,7 @@ import pytest
 import treadle
 from treadle import ops
 from treadle.backends import cpu
-from treadle.errors import ConfigError
+from treadle.errors import BackendError, ConfigError
 from treadle.graph.value import Value
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,3 +124,18 @@ def test_wrong_inputs_are_named() -> None:
         step(x=np.zeros((4, 1)))
     with pytest.raises(treadle.TreadleError, match=r"\(3, 1\) to @x of shape \(4, 1\)"):
         step(x=np.zeros((3, 1)), y=np.zeros((4, 1)))
+
+
+def test_a_program_larger_than_memory_is_refused_before_it_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not cpu.available():
+        pytest.skip("the C kernels are not built")
+    monkeypatch.setattr(cpu, "physical_memory", lambda: 1000.0)
+    with pytest.raises(BackendError, match=r"out of memory.*batch_size"):
+        treadle.compile(
+            lambda w, x: ops.mean_squared_error(ops.mul(x, w), x),
+            params={"w": np.ones(1000, np.float32)},
+            inputs={"x": (1000,)},
+            device="cpu",
+        )

@@ -174,6 +174,14 @@ def aligned(nbytes: int) -> np.ndarray:
     return raw[start : start + nbytes]
 
 
+def physical_memory() -> float:
+    """Bytes of memory that the machine has; infinity where the system does not tell."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return float("inf")
+
+
 class _Calls:
     """A plan as the walker reads it: tables of calls, pointers, dims and nums, and phases."""
 
@@ -212,13 +220,16 @@ class CpuExecutable(Executable):
         }
         memory = self.memory()
         try:
+            # Systems hand out memory that they do not have, and end the process when it is used.
+            if memory.total > physical_memory():
+                raise MemoryError
             self._persistent = aligned(memory.persistent)
             self._arena = aligned(memory.arena)
             self._scratch = aligned(memory.scratch + ALIGN)
         except MemoryError:
             raise BackendError(
                 f"out of memory: the program needs {memory.total / 2**30:.2f} GiB; lower "
-                "train.batch_size or raise train.grad_accum"
+                "train.batch_size, raise train.grad_accum, or make the model smaller"
             ) from None
         self._views: dict[str, np.ndarray] = {}
         base: dict[str | None, int] = {None: self._arena.ctypes.data}
