@@ -5,7 +5,8 @@ identity, so that whatever reads them stays valid; only the nodes that produce t
 
     matmul, activation          -> matmul with an activation, its argument as second output
     matmul, gated               -> matmul with a gate, its own result as second output
-    matmul, add or sum          -> matmul with a residual
+    matmul, add                 -> matmul with a residual
+    matmul, matmul, sum         -> the second with the first as its residual
     rmsnorm, add                -> rmsnorm with a residual
     layernorm_grad, sum         -> layernorm_grad into the other term (rmsnorm_grad as well)
     embedding_grad, sum         -> embedding_grad into the other term (tied embeddings)
@@ -158,12 +159,13 @@ def _gate(sweep: _Sweep, node: Node) -> None:
         sweep.replace((product, node), (made,), at)
 
 
-# ---------------------------------------------------------------- matmul, add or sum
+# ---------------------------------------------------------------- matmul, add; two matmuls, sum
 
 
 def _residual(sweep: _Sweep, node: Node) -> None:
-    two = isinstance(node.op, Add) or (isinstance(node.op, Sum) and len(node.inputs) == 2)
-    if not two or node.outputs[0].buffer is not None:
+    summed = isinstance(node.op, Sum) and len(node.inputs) == 2
+    products = summed and all(_producer(v, MatMul) for v in node.inputs)
+    if not (isinstance(node.op, Add) or products) or node.outputs[0].buffer is not None:
         return
     at = sweep.place[id(node)]
     # The second term first: in x + f(x) it is the branch, and x the residual that is there already.
