@@ -147,6 +147,7 @@ class CpuBackend(Backend):
     """C kernels on `threads` threads (OMP_NUM_THREADS, else the physical cores, when None)."""
 
     name = "cpu"
+    target = "cpu"
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         self.library = library(isa)

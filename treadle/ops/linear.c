@@ -71,7 +71,8 @@ INLINE void finish_rows(const epilogue *e, const float *sum, int64_t row, int64_
             const int64_t at = (i0 + i) * e->stride + j0 + j;
             vf x = vfma(vload_f32(sum + i * row + j), scale, bias);
             if (e->pre) storen_sum(e->pre + at, x, n);
-            x = vactivation(activation, x);
+            /* Of what is stored, so that it can be computed again from there. */
+            if (activation != ACT_NONE) x = vactivation(activation, stored_sum(x));
             if (e->residual) x = x + load_out(e->residual, at, n, f32);
             if (e->flags & ACCUMULATE) x = load_out(e->out, at, n, f32) + x;
             if (f32) {

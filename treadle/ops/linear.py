@@ -42,7 +42,8 @@ class MatMul(Op):
     transpose_a its shape is [..., N].
     bias: [N], float32 beside bfloat16.  residual: y's shape.  into: a buffer of y's shape that y
     is added to, in place.
-    Outputs: y [..., N] ([M, N] with transpose_a), and pre (before the activation), for backward.
+    Outputs: y [..., N] ([M, N] with transpose_a), and pre (before the activation), for backward;
+    kernels take f of pre in its own dtype, stored or not, as an Activation after the product does.
     The sums are in float32 (float64 where the inputs are). f, residual and into are set by the
     fusion pass, after differentiation; only the bare product and the bias have a gradient here.
     """
