@@ -211,7 +211,7 @@ def test_places_without_a_text_are_named(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     assert "holds no .txt or .md" in refusal(tmp_path / "empty")
     (tmp_path / "tokens.bin").write_bytes(b"1234")
-    assert "directory that holds train.bin" in refusal(tmp_path / "tokens.bin")
+    assert "not a token file" in refusal(tmp_path / "tokens.bin")
     with pytest.raises(ConfigError, match=r"data.path"):
         open_data(Config())
 
@@ -353,6 +353,22 @@ def test_a_directory_of_tokens_is_used_as_it_is(story: Path, tmp_path: Path):
     assert "bpe cannot be applied" in refusal(folder, DataConfig(tokenizer="bpe"))
     (folder / "tokenizer.json").write_text(Tokenizer.char("abc").to_json())
     assert "the vocabulary has 3 ids" in refusal(folder, DataConfig())
+
+
+def test_token_files_under_the_names_of_llm_c(tmp_path: Path):
+    tokens = np.arange(100, dtype=np.int32)
+    for name in ("a_train.bin", "a_val.bin"):
+        write_tokens(tmp_path / name, tokens[: 100 if "train" in name else 40], 50257)
+    write_tokens(tmp_path / "questions.bin", tokens, 50257)
+    for path in (tmp_path, tmp_path / "a_train.bin"):
+        dataset = prepare_cached(path)
+        assert (len(dataset.train), len(dataset.val)) == (100, 40)
+        assert dataset.tokenizer is None and dataset.vocab_size == 100
+    # A file of any other name is split.
+    assert len(prepare_cached(tmp_path / "questions.bin").val) == 10
+    write_tokens(tmp_path / "b_train.bin", tokens[:30], 50257)
+    assert "give the path of one of a_train.bin, b_train.bin" in refusal(tmp_path, DataConfig())
+    assert len(prepare_cached(tmp_path / "b_train.bin").train) == 27
 
 
 def test_the_unigram_loss_of_known_frequencies(tmp_path: Path):
