@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from treadle.backends.base import Backend, Executable
+from treadle.backends.cpu import physical_memory
 from treadle.data.sampler import IGNORE
+from treadle.errors import BackendError
 from treadle.generate import add_next_token, write_weight
 from treadle.graph.op import Cost
 from treadle.graph.plan import Plan, plan
@@ -63,6 +65,7 @@ class Session:
         self.model, self.backend, self.optimizer = model, backend, optimizer
         self.block_size, self.seed = block_size, seed
         self.micro_batch, self.grad_accum = batch_size // grad_accum, grad_accum
+        _refuse_too_large(model)
         self.precision = precision
         self.program = self._build(recompute)
         self.executable = backend.load(self.program)
@@ -180,6 +183,18 @@ def evaluate(executable: Executable, batches: Batches) -> float:
         total += float(executable.read("eval_loss"))
         count += float(executable.read("eval_count"))
     return total / count if count else float("nan")
+
+
+def _refuse_too_large(model: Model) -> None:
+    """BackendError before a graph is built for weights and gradients that no plan makes fit."""
+    count = model.n_parameters()
+    needed, there = 2 * 4 * count, physical_memory()
+    if needed > there:
+        raise BackendError(
+            f"out of memory: weights and gradients of {count:,} parameters need "
+            f"{needed / 2**30:,.1f} GiB, and the machine has {there / 2**30:,.1f}; make the model "
+            "smaller"
+        )
 
 
 def build_program(
