@@ -12,9 +12,10 @@ import numpy as np
 
 from treadle.graph.op import Graph
 from treadle.graph.program import Program
-from treadle.graph.value import Shape, Value
+from treadle.graph.value import Shape, Value, wide
+from treadle.models.cache import Cache
 from treadle.ops.classifier import linear_cross_entropy
-from treadle.ops.linear import linear
+from treadle.ops.linear import matmul
 from treadle.ops.random import normal, stream_of
 
 Weights = Mapping[str, Value]
@@ -61,10 +62,18 @@ class Model(ABC):
         """All weights, in the order in which checkpoints list them."""
 
     @abstractmethod
-    def hidden(self, w: Weights, tokens: Value, random: Value | None = None) -> Value:
+    def hidden(
+        self,
+        w: Weights,
+        tokens: Value,
+        random: Value | None = None,
+        cache: Cache | None = None,
+    ) -> Value:
         """Tokens int32 [B, T] to the last layer's normalised output [B, T, C].
 
         random: the uint32[4] buffer that dropout reads; None leaves dropout out.
+        cache: where a text is written, what takes attention's place: `cache.attend(layer, qkv, …)`.
+        The tokens then stand at the positions cache.start[b] + t; without it, at t.
         """
 
     @abstractmethod
@@ -84,8 +93,8 @@ class Model(ABC):
         """Weights from a checkpoint's tensors; CheckpointError where one does not fit."""
 
     def logits(self, w: Weights, hidden: Value) -> Value:
-        """[..., C] to [..., V]."""
-        return linear(hidden, self.head(w), transpose_weight=True)
+        """[..., C] to [..., V], float32 where hidden is bfloat16: rounded, many would be equal."""
+        return matmul(hidden, self.head(w), transpose_b=True, dtype=wide(hidden.dtype))
 
     def loss(
         self,
