@@ -1,9 +1,9 @@
 """Attention over a cache of keys and values, for writing a text a token at a time.
 
-The online softmax is Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; cutting
-the keys of one query among processors is Dao et al. 2023, "Flash-Decoding"; grouped queries are
-Ainslie et al. 2023; the window is Beltagy, Peters & Cohan 2020, "Longformer"; capping scores is Gemma
-Team 2024, "Gemma 2".
+The online softmax is Milakov & Gimelshein 2018, "Online normalizer calculation for softmax";
+cutting the keys of one query among processors is Dao et al. 2023, "Flash-Decoding"; grouped queries
+are Ainslie et al. 2023; the window is Beltagy, Peters & Cohan 2020, "Longformer"; capping scores is
+Gemma Team 2024, "Gemma 2".
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 
 from treadle.errors import DTypeError
 from treadle.graph.op import (
-    BLOCK,
     Cost,
     Launch,
     Node,
@@ -41,7 +40,10 @@ QUERIES = 64
 # So few queries are split among tasks by blocks of keys, until there are about this many tasks.
 FEW_QUERIES = 16
 TASKS = 64
-PAD = 16  # floats: the widest vector
+# In floats: the widest vector; the widest strip of keys; what stands before a block's values.
+PAD = 16
+STRIP = 64
+RECORD = 16
 FLOAT_BYTES = 4
 
 
@@ -50,8 +52,8 @@ def _pad(n: int) -> int:
 
 
 def _keys_of_block(size: int) -> int:
-    """Keys of a block for a cache of `size` positions, a multiple of PAD."""
-    return max(KEYS, _pad(ceil(size / KEY_BLOCKS)))
+    """Keys of a block for a cache of `size` positions, a multiple of STRIP."""
+    return max(KEYS, ceil(size / KEY_BLOCKS / STRIP) * STRIP)
 
 
 # ---------------------------------------------------------------- the op
@@ -146,6 +148,60 @@ class CachedAttention(Op):
         moved = 2 * qkv.nbytes + node.outputs[0].nbytes + keys.nbytes + values.nbytes
         return Cost(4 * d * pairs, moved)
 
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        qkv, keys, _, start = node.inputs
+        y, new_keys, new_values = node.outputs
+        assert qkv is not None and keys is not None
+        batch, time, _ = qkv.shape
+        _, k, size, d = keys.shape
+        padded, keys_of_block = _pad(d), _keys_of_block(size)
+        rows, key_blocks = time * self.n_head // k, blocks(size, keys_of_block)
+        splits, queries = 1, min(QUERIES, rows)
+        if rows <= FEW_QUERIES:
+            splits = min(key_blocks, max(1, TASKS // (batch * k)))
+        dims = [
+            *(time, self.n_head, k, d, padded, size, keys_of_block, self.window or 0),
+            *(queries, splits, batch),
+        ]
+        nums = [self.factor(d), self.softcap or 0.0]
+        partial = None
+        if splits > 1:
+            records = batch * k * rows * key_blocks
+            partial = Temp(records * (RECORD + padded) * FLOAT_BYTES, "partial")
+        floats = queries * (3 * padded + keys_of_block) + STRIP * (padded + 1) + 4 * _pad(queries)
+        launches = [
+            Launch(
+                suffixed("cache_write", qkv.dtype),
+                [new_keys, new_values, qkv, start],
+                2,
+                dims,
+                nums,
+                tasks=min(batch * k, blocks(2 * batch * time * k * d)),
+            ),
+            Launch(
+                suffixed("cached_attention", qkv.dtype),
+                [*((None, partial) if partial else (y, None)), qkv, new_keys, new_values, start],
+                2,
+                dims,
+                nums,
+                tasks=batch * k * blocks(rows, queries) * splits,
+                scratch=floats * FLOAT_BYTES,
+            ),
+        ]
+        if partial is not None:
+            launches.append(
+                Launch(
+                    suffixed("cached_attention_combine", qkv.dtype),
+                    [y, partial, start],
+                    1,
+                    dims,
+                    nums,
+                    tasks=min(batch * k * rows, blocks(partial.nbytes // FLOAT_BYTES)),
+                    scratch=padded * FLOAT_BYTES,
+                )
+            )
+        return launches
+
 
 # ---------------------------------------------------------------- the function
 
@@ -163,7 +219,7 @@ def cached_attention(
 ) -> Value:
     """Causal attention of T new tokens over a cache, which they enter; y [B, T, n_head · D].
 
-    qkv: [B, T, (n_head + 2K) D], as `attention` takes it.  keys, values: buffers [B, K, S, D], which
+    qkv: [B, T, (n_head + 2K) D], as `attention` takes it.  keys, values: buffers [B, K, S, D], that
     are updated in place.  start: int32 [B], the position of the first new token of each row.
     scale: of the scores, 1/√D when None.  window: how many positions a query sees, its own
     included.  softcap: scores become softcap · tanh(score / softcap).
