@@ -126,21 +126,25 @@ def shadow(name: str) -> str:
     return f"{name}.bf16"
 
 
-def declare(program: Program, model: Model, precision: str = "fp32") -> None:
+def declare(program: Program, model: Model, precision: str = "fp32", masters: bool = True) -> None:
     """Declare the model's weights as buffers of a program.
 
     The master weights are float32. With precision "bf16" matrices and embeddings also have a
-    bfloat16 copy, which the forward and backward passes read and the update keeps equal.
+    bfloat16 copy, which the forward and backward passes read and the update keeps equal; they have
+    nothing else without `masters`, where nothing is trained.
     """
     for p in model.parameters():
-        program.buffer(p.name, p.shape, "float32", "weight")
-        if precision == "bf16" and len(p.shape) >= 2:
+        copied = precision == "bf16" and len(p.shape) >= 2
+        if masters or not copied:
+            program.buffer(p.name, p.shape, "float32", "weight")
+        if copied:
             program.buffer(shadow(p.name), p.shape, "bfloat16", "shadow")
 
 
 def read_weight(program: Program, graph: Graph, name: str) -> Value:
     """A weight as a graph computes with it: the bfloat16 copy where there is one."""
-    return graph.read(program.buffers.get(shadow(name), program.buffers[name]))
+    copied = shadow(name)
+    return graph.read(program.buffers[copied if copied in program.buffers else name])
 
 
 def read_weights(program: Program, graph: Graph, model: Model) -> dict[str, Value]:

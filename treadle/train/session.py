@@ -12,7 +12,7 @@ import numpy as np
 
 from treadle.backends.base import Backend, Executable
 from treadle.data.sampler import IGNORE
-from treadle.generate import add_next_token, write_weight
+from treadle.generate import add_generation, write_weight
 from treadle.graph.op import Cost
 from treadle.graph.program import Program
 from treadle.models.base import Model, declare
@@ -180,5 +180,5 @@ def build_program(
     program = Program()
     declare(program, model, precision)
     add_training(program, model, optimizer, micro_batch, block_size, accumulates)
-    add_next_token(program, model)
+    add_generation(program, model)
     return program
