@@ -183,19 +183,21 @@ class LanguageModel:
         stop: str | Sequence[str] = (),
         precision: str = "fp32",
         batch_size: int = BATCH_SIZE,
+        notice: Callable[[str], object] | None = None,
         **sampling: Any,
     ) -> str | list[str]:
         """The prompt and what the model writes after it; a list of them for several prompts.
 
         Each of several prompts gets the text that it gets alone. batch_size: prompts that are
-        computed together. stop, precision: see stream. sampling: see generate.Sampling.
+        computed together. stop, precision, notice: see stream. sampling: see generate.Sampling.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         texts: list[str] = []
         size = max(1, min(batch_size, len(prompts)))
         for at in range(0, len(prompts), size):
             part = prompts[at : at + size]
-            pieces = self._write(part, tokens, Sampling(**sampling), stop, precision, size)
+            drawing = Sampling(**sampling)
+            pieces = self._write(part, tokens, drawing, stop, precision, size, notice)
             texts += ["".join(written) for written in zip(part, *pieces, strict=True)]
         return texts[0] if isinstance(prompt, str) else texts
 
@@ -204,7 +206,7 @@ class LanguageModel:
         prompt: str,
         tokens: int,
         sampling: Sampling,
-        notice: Callable[[str], None] | None = None,
+        notice: Callable[[str], object] | None = None,
         stop: str | Sequence[str] = (),
         precision: str = "fp32",
     ) -> Iterator[str]:
@@ -225,7 +227,7 @@ class LanguageModel:
         stop: str | Sequence[str],
         precision: str,
         batch: int,
-        notice: Callable[[str], None] | None = None,
+        notice: Callable[[str], object] | None = None,
     ) -> Iterator[list[str]]:
         """Pieces of what follows up to `batch` prompts."""
         if precision not in PRECISIONS:
