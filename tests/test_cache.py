@@ -78,7 +78,7 @@ BACKENDS = [("cpu", "fp32"), ("cpu", "bf16"), ("numpy", "fp32")]
 def test_the_same_text_as_without_a_cache(device: str, precision: str, sampling: Sampling) -> None:
     """To beyond the end of the context, where the window slides."""
     made, prompt, tokens = decoder(SIZES, device, precision), ids(SIZES, 7), SIZES.block_size
-    written = [token for (token,) in Writer(made, [prompt], tokens, sampling)]
+    written = [token for (token,) in Writer(made, [prompt], tokens, [sampling])]
     assert len(set(written)) > 5  # it does not repeat itself
     text = list(prompt)
     for index in range(tokens):
@@ -108,7 +108,7 @@ def test_threads_do_not_change_bits() -> None:
 
 def test_a_token_costs_a_token() -> None:
     made = decoder(SIZES)
-    list(Writer(made, [ids(SIZES, 10)], 16, Sampling(0.0)))
+    list(Writer(made, [ids(SIZES, 10)], 16, [Sampling(0.0)]))
     runs = made.executable.runs  # type: ignore[attr-defined]
     assert runs == ["prefill_16", *["decode"] * 14, "prefill_24"]
 
@@ -117,13 +117,13 @@ def test_a_token_costs_a_token() -> None:
 def test_prompts_side_by_side_are_written_as_alone(device: str, precision: str) -> None:
     """Of different lengths, some ending early, some going beyond the context, one alone."""
     prompts = [ids(SIZES, length, seed=length) for length in (1, 20, 5, 30, 16)]
-    sampling = Sampling(1.0, seed=2)
+    sampling = [Sampling(1.0, seed=i) for i in range(len(prompts))]
     stop = range(8)
     together = decoder(SIZES, device, precision, batch=6)
     steps = list(Writer(together, prompts, 12, sampling, stop))
     lengths = set()
     for i, prompt in enumerate(prompts):
-        alone = Writer(decoder(SIZES, device, precision), [prompt], 12, sampling, stop)
+        alone = Writer(decoder(SIZES, device, precision), [prompt], 12, sampling[i : i + 1], stop)
         expected = [token for (token,) in alone]
         found = [step[i] for step in steps]
         assert found == [*expected, *[None] * (len(steps) - len(expected))]
@@ -133,10 +133,10 @@ def test_prompts_side_by_side_are_written_as_alone(device: str, precision: str) 
 
 def test_texts_in_turn_do_not_disturb_each_other() -> None:
     made = decoder(SIZES)
-    one, other = (Writer(made, [ids(SIZES, 5, seed)], 8, Sampling(0.0)) for seed in (1, 2))
+    one, other = (Writer(made, [ids(SIZES, 5, seed)], 8, [Sampling(0.0)]) for seed in (1, 2))
     pairs = list(zip(one, other, strict=True))
     for i, seed in enumerate((1, 2)):
-        alone = Writer(forget(made), [ids(SIZES, 5, seed)], 8, Sampling(0.0))
+        alone = Writer(forget(made), [ids(SIZES, 5, seed)], 8, [Sampling(0.0)])
         assert [pair[i] for pair in pairs] == list(alone)
 
 
@@ -187,7 +187,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_many_prompts_in_python(trained: Path) -> None:
     model = treadle.load(trained, threads=1)
     prompts = ["the cat", "a", "", "the dog sat on a mat and the cat"]
-    alone = [model.generate(prompt, 30, seed=4) for prompt in prompts]
+    alone = [model.generate(prompt, 30, seed=4 + i) for i, prompt in enumerate(prompts)]
     for batch in (1, 3, 8):
         assert model.generate(prompts, 30, seed=4, batch_size=batch) == alone
     assert model.generate([], 30) == []
@@ -209,12 +209,13 @@ def test_stop_strings_in_python(trained: Path) -> None:
 
 def test_many_prompts_in_the_shell(trained: Path, tmp_path: Path) -> None:
     alone = [
-        succeed("generate", trained, "--prompt", prompt, "--tokens", 20) for prompt in ("the", "a")
+        succeed("generate", trained, "--prompt", prompt, "--tokens", 20, "--seed", seed)
+        for seed, prompt in enumerate(("the", "a"))
     ]
     flags = ("--prompt", "the", "--prompt", "a", "--tokens", 20)
     assert succeed("generate", trained, *flags) == f"--- 1\n{alone[0]}--- 2\n{alone[1]}"
     (tmp_path / "prompts.txt").write_bytes(b"the\r\n\r\na\r\n")
-    flags = ("--prompts", tmp_path / "prompts.txt", "--tokens", 20, "--jsonl")
+    flags = ("--prompts", tmp_path / "prompts.txt", "--tokens", 20, "--jsonl", "--batch-size", 1)
     lines = [json.loads(line) for line in succeed("generate", trained, *flags).splitlines()]
     assert [line["prompt"] + line["text"] + "\n" for line in lines] == alone
     result = run("generate", trained, "--prompt", "the", "--prompt", "a", "--tokens", 99)

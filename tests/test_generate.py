@@ -148,7 +148,7 @@ class Scripted(Decoder):
 
 
 def written(model: Decoder, prompt: Sequence[int], tokens: int, **options: Any) -> list[int | None]:
-    writer = Writer(model, [prompt], tokens, Sampling(0.0), **options)
+    writer = Writer(model, [prompt], tokens, [Sampling(0.0)], **options)
     return [token for (token,) in writer]
 
 

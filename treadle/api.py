@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
@@ -188,16 +188,18 @@ class LanguageModel:
     ) -> str | list[str]:
         """The prompt and what the model writes after it; a list of them for several prompts.
 
-        Each of several prompts gets the text that it gets alone. batch_size: prompts that are
-        computed together. stop, precision, notice: see stream. sampling: see generate.Sampling.
+        Each of several prompts gets the text that it gets alone, the i-th, counted from 0, with
+        seed + i: equal prompts get different texts. batch_size: prompts that are computed
+        together. stop, precision, notice: see stream. sampling: see generate.Sampling.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         texts: list[str] = []
+        first = Sampling(**sampling)
         size = max(1, min(batch_size, len(prompts)))
         for at in range(0, len(prompts), size):
             part = prompts[at : at + size]
-            drawing = Sampling(**sampling)
-            pieces = self._write(part, tokens, drawing, stop, precision, size, notice)
+            drawn = [replace(first, seed=first.seed + at + i) for i in range(len(part))]
+            pieces = self._write(part, tokens, drawn, stop, precision, size, notice)
             texts += ["".join(written) for written in zip(part, *pieces, strict=True)]
         return texts[0] if isinstance(prompt, str) else texts
 
@@ -216,14 +218,14 @@ class LanguageModel:
         matrices, embeddings, activations and cache, which take half the memory and time.
         TokenizerError, at once, for a prompt that the tokenizer or the model cannot take.
         """
-        pieces = self._write([prompt], tokens, sampling, stop, precision, 1, notice)
+        pieces = self._write([prompt], tokens, [sampling], stop, precision, 1, notice)
         return (piece for (piece,) in pieces)
 
     def _write(
         self,
         prompts: Sequence[str],
         tokens: int,
-        sampling: Sampling,
+        sampling: Sequence[Sampling],
         stop: str | Sequence[str],
         precision: str,
         batch: int,

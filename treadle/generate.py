@@ -193,9 +193,10 @@ class Writer:
     """Texts that are written side by side, a token of each at a time.
 
     prompts: of one id at least, as many as the decoder's batch or fewer. tokens: to write at most.
-    stop_ids: end the text that draws one, which does not belong to it. vocab_size: of the
-    tokenizer; ids from there on are a model's padding and are never drawn. Once a text is longer
-    than block_size the model sees its last block_size tokens; on_window is called when that begins.
+    sampling: of each text. stop_ids: end the text that draws one, which does not belong to it.
+    vocab_size: of the tokenizer; ids from there on are a model's padding and are never drawn. Once
+    a text is longer than block_size the model sees its last block_size tokens; on_window is called
+    when that begins.
     What is written after a prompt does not depend on the prompts beside it.
     """
 
@@ -204,7 +205,7 @@ class Writer:
         decoder: Decoder,
         prompts: Sequence[Sequence[int]],
         tokens: int,
-        sampling: Sampling,
+        sampling: Sequence[Sampling],
         stop_ids: Sequence[int | None] = (),
         vocab_size: int | None = None,
         on_window: Callable[[], None] | None = None,
@@ -231,7 +232,7 @@ class Writer:
             for i, text in enumerate(self._texts):
                 token = None
                 if text is not None:
-                    token = self.sampling.draw(logits[i, : self.vocab_size], index)
+                    token = self.sampling[i].draw(logits[i, : self.vocab_size], index)
                     if token in self.stop_ids:
                         self.end(i)
                         token = None
@@ -283,7 +284,7 @@ def write_texts(
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     tokens: int,
-    sampling: Sampling,
+    sampling: Sequence[Sampling],
     stop: Sequence[str] = (),
     on_window: Callable[[], None] | None = None,
 ) -> Iterator[list[str]]:

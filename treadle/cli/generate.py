@@ -22,7 +22,9 @@ def command(
     temperature: float = typer.Option(0.8, help="0 always takes the most likely token."),
     top_k: int = typer.Option(0, help="Draw among the k most likely tokens; 0 is off."),
     top_p: float = typer.Option(1.0, help="Draw among the likeliest that make up p; 1 is off."),
-    seed: int = typer.Option(0, min=0, help="The same seed writes the same text."),
+    seed: int = typer.Option(
+        0, min=0, help="The same seed writes the same text; further prompts take the next ones."
+    ),
     precision: str = typer.Option(
         "fp32", help="bf16 keeps weights and cache in half the memory, and is faster."
     ),
@@ -67,6 +69,7 @@ def command(
         options = dict(stop=stop, precision=precision, batch_size=batch_size, **vars(sampling))
         for at in range(0, len(texts), batch_size):
             part = texts[at : at + batch_size]
+            options["seed"] = seed + at
             written = model.generate(part, tokens, notice=notices.setdefault, **options)
             for i, text in enumerate(written):
                 if jsonl:

@@ -315,7 +315,7 @@ class Trainer:
         assert tokenizer is not None
         decoder = Decoder(self.session.executable, self.session.model.block_size)
         sampling = Sampling(seed=self.config.train.seed + self.step)
-        pieces = write_texts(decoder, tokenizer, [start_ids(tokenizer)], tokens, sampling)
+        pieces = write_texts(decoder, tokenizer, [start_ids(tokenizer)], tokens, [sampling])
         return "".join(text for (text,) in pieces)
 
 
