@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from treadle.errors import CheckpointError, ConfigError
 from treadle.graph.value import Value
 from treadle.models.base import Weights
+from treadle.models.cache import Cache
 from treadle.models.llama import Llama
 from treadle.models.llama_config import read_sizes
 from treadle.ops.elementwise import add, scale
@@ -67,7 +68,7 @@ class Gemma(Llama):
     def _embed(self, w: Weights, tokens: Value) -> Value:
         return scale(super()._embed(w, tokens), self.n_embd**0.5)
 
-    def _block(self, w: Weights, x: Value, i: int, cache: Any) -> Value:
+    def _block(self, w: Weights, x: Value, i: int, cache: Cache | None) -> Value:
         """In version 2 x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
         if self.version == 1:
             return super()._block(w, x, i, cache)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from treadle.errors import ConfigError
 from treadle.graph.value import Value
 from treadle.models.base import Model, Parameter, Weights
+from treadle.models.cache import Cache
 from treadle.models.llama_config import RopeScaling, frequencies, read_sizes, write_sizes
 from treadle.ops.attention import attention
 from treadle.ops.elementwise import add, gated
@@ -102,7 +103,11 @@ class Llama(Model):
     # ---------------------------------------------------------------- graph
 
     def hidden(
-        self, w: Weights, tokens: Value, random: Value | None = None, cache: Any = None
+        self,
+        w: Weights,
+        tokens: Value,
+        random: Value | None = None,
+        cache: Cache | None = None,
     ) -> Value:
         x = self._embed(w, tokens)
         for i in range(self.n_layer):
@@ -113,13 +118,13 @@ class Llama(Model):
     def _embed(self, w: Weights, tokens: Value) -> Value:
         return embedding(tokens, w["model.embed_tokens.weight"])
 
-    def _block(self, w: Weights, x: Value, i: int, cache: Any) -> Value:
+    def _block(self, w: Weights, x: Value, i: int, cache: Cache | None) -> Value:
         """x + attention(norm(x)), then x + mlp(norm(x)): [B, T, C] to [B, T, C]."""
         h = f"model.layers.{i}"
         x = add(x, self._attention(w, self._norm(w, x, f"{h}.input_layernorm"), i, cache))
         return add(x, self._mlp(w, self._norm(w, x, f"{h}.post_attention_layernorm"), i))
 
-    def _attention(self, w: Weights, x: Value, i: int, cache: Any) -> Value:
+    def _attention(self, w: Weights, x: Value, i: int, cache: Cache | None) -> Value:
         h, heads = f"model.layers.{i}.self_attn", (self.n_head, self.n_kv_head)
         qkv = self._linear(w, x, f"{h}.qkv_proj")
         turns = frequencies(self.rope_theta, self.head_dim, self.rope_scaling)
