@@ -59,6 +59,34 @@ def frequencies(theta: float, size: int, scaling: RopeScaling | None) -> list[fl
     return plain if scaling is None else [scaling.scaled(f) for f in plain]
 
 
+# ---------------------------------------------------------------- sizes
+
+
+def complete(model: Any) -> None:
+    """Give the sizes that are 0, and follow from others, their values; ConfigError where sizes
+    do not fit. For the __post_init__ of a frozen dataclass."""
+    for key in ("vocab_size", "n_layer", "n_head", "n_embd", "block_size"):
+        if getattr(model, key) < 1:
+            raise ConfigError(f"model.{key} must be at least 1, got {getattr(model, key)}")
+    if isinstance(model.rope_scaling, Mapping):  # as a configuration has it
+        object.__setattr__(model, "rope_scaling", RopeScaling(**model.rope_scaling))
+    derived = {
+        "n_kv_head": model.n_head,
+        "head_dim": model.n_embd // model.n_head,
+        "n_ff": -(-8 * model.n_embd // 96) * 32,
+    }
+    for key, value in derived.items():
+        object.__setattr__(model, key, getattr(model, key) or value)
+    for whole, part in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
+        if getattr(model, whole) % getattr(model, part):
+            raise ConfigError(
+                f"model.{whole} ({getattr(model, whole)}) must be a multiple of model.{part} "
+                f"({getattr(model, part)})"
+            )
+    if model.head_dim % 2:
+        raise ConfigError(f"model.head_dim must be even, for pairs to turn: {model.head_dim}")
+
+
 # ---------------------------------------------------------------- config.json
 
 KEYS = {  # sizes as config.json names them
