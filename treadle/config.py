@@ -40,7 +40,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from treadle.errors import ConfigError
-from treadle.files import write_atomic
+from treadle.files import one_line, write_atomic
 
 ARCHITECTURES = ("gpt2",)
 PRECISIONS = ("fp32", "bf16")
@@ -91,6 +91,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 Integer = Annotated[int, BeforeValidator(_integral)]
 Count = Annotated[Integer, Field(ge=1)]
+Layers = Annotated[Integer, Field(ge=1, le=1000)]  # the deepest transformer known has 1,000
 Period = Annotated[Integer, Field(ge=0)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**63), Allowed("integer from 0 to 2^63 - 1")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -150,7 +151,7 @@ class ModelConfig(_Section):
 
     architecture: Architecture = _key("gpt2", "The family of models.")
     vocab_size: Count | None = _key(None, "Number of token ids; null takes the tokenizer's.")
-    n_layer: Count | None = _key(None, "Transformer blocks; null follows the corpus size.")
+    n_layer: Layers | None = _key(None, "Transformer blocks; null follows the corpus size.")
     n_head: Count | None = _key(
         None, "Attention heads, a divisor of n_embd; null follows the corpus size."
     )
@@ -165,7 +166,7 @@ class DataConfig(_Section):
     """The corpus and its tokens."""
 
     path: str | None = _key(
-        None, "A text file, a directory of texts, or a directory with train.bin."
+        None, "A text file, a directory of texts, or a file or directory of tokens (train.bin)."
     )
     tokenizer: TokenizerName = _key(
         "auto", "Kind or file of the tokenizer; auto follows the corpus size."
@@ -509,8 +510,8 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path}: not JSON at line {error.lineno} column {error.colno}: {error.msg}"
             f"{_text_hint(path)}"
         ) from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except (ConfigError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: expected a JSON object of the sections {', '.join(_sections())}"
@@ -538,7 +539,7 @@ def _parse(key: str, raw: str) -> Any:
     takes_text = field is not None and str in (field.annotation, *get_args(field.annotation))
     try:
         value = json.loads(raw)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return raw
     return raw if takes_text and not isinstance(value, str | None) else value
 
@@ -629,6 +630,17 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     for key, value in values.items():
         _put(nested, key, value)
     return Config(**nested)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """A copy whose paths of data and tokenizer hold in every directory."""
+    data = config.data
+    paths = {"path": data.path, "vocab_path": data.vocab_path, "merges_path": data.merges_path}
+    if data.tokenizer not in TOKENIZERS:
+        paths["tokenizer"] = data.tokenizer
+    return with_values(
+        config, {f"data.{name}": str(Path(path).absolute()) for name, path in paths.items() if path}
+    )
 
 
 def inherit(config: Config, saved: Config) -> Config:
