@@ -34,6 +34,7 @@ KEYS = [
     "train.device",
     "train.threads",
     "train.precision",
+    "train.recompute",
     "train.deterministic",
     "train.eval_every",
     "train.eval_batches",

@@ -273,6 +273,13 @@ def test_what_may_change_changes(short: Path, stretch: Path) -> None:
     assert treadle.load_config(short / "run.json").checkpoint.keep == 1
 
 
+def test_recomputation_may_change_and_changes_no_bit(short: Path, stretch: Path) -> None:
+    resume(short, "--recompute", "block", "--run-steps", 15)
+    assert treadle.load_config(short / "run.json").train.recompute == "block"
+    resume(short, "--recompute", "gelu")
+    assert_same_run(stretch, short, 60)
+
+
 def test_more_steps_are_exact_under_a_constant_schedule(text: Path, tmp_path: Path) -> None:
     flags = (*FLAGS, "--set", "schedule.name=constant", "--set", "schedule.warmup_steps=4")
     one, two = tmp_path / "one", tmp_path / "two"
