@@ -44,6 +44,7 @@ from treadle.files import one_line, write_atomic
 
 ARCHITECTURES = ("gpt2",)
 PRECISIONS = ("fp32", "bf16")
+RECOMPUTE = ("none", "gelu", "block")
 TOKENIZERS = ("auto", "char", "byte", "bpe")
 MIN_BPE_VOCAB = 257  # 256 byte tokens and the end-of-text token
 
@@ -109,6 +110,12 @@ Precision = Annotated[
     _one_of(PRECISIONS),
     Allowed(_quoted(PRECISIONS) + " (other precisions are not available yet)"),
     Field(json_schema_extra={"enum": list(PRECISIONS)}),
+]
+Recompute = Annotated[
+    str,
+    _one_of(RECOMPUTE),
+    Allowed(_quoted(RECOMPUTE)),
+    Field(json_schema_extra={"enum": list(RECOMPUTE)}),
 ]
 Device = Annotated[
     str,
@@ -194,6 +201,11 @@ class TrainConfig(_Section):
     )
     precision: Precision = _key(
         "fp32", "Activations and matrix operands; weights, moments and sums stay float32."
+    )
+    recompute: Recompute = _key(
+        "none",
+        "What the backward pass computes again to save memory: nothing, activations, or the inside "
+        "of each block; the results have the same bits.",
     )
     deterministic: bool = _key(
         True, "The same bits on every run; false permits a backend to give that up for speed."
@@ -584,6 +596,7 @@ RESUMABLE_KEYS = frozenset(
         "train.steps",
         "train.device",
         "train.threads",
+        "train.recompute",
         "train.eval_every",
         "train.eval_batches",
         "train.sample_every",

@@ -146,7 +146,8 @@ def make_session(config: Config, model: Model, backend: backends.Backend) -> Ses
     assert t.batch_size is not None
     settings = OptimizerSettings(o.name, o.betas, o.eps, o.weight_decay, o.momentum, o.grad_clip)
     return Session(
-        model, backend, settings, t.batch_size, model.block_size, t.grad_accum, t.seed, t.precision
+        *(model, backend, settings, t.batch_size, model.block_size, t.grad_accum, t.seed),
+        *(t.precision, t.recompute),
     )
 
 
