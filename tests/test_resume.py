@@ -241,7 +241,7 @@ def test_a_tokenizer_file_is_found_from_another_folder(
     monkeypatch.chdir(tmp_path)
     moved = [str(value).replace("words", "elsewhere") for value in given]
     assert "resuming at step 4" in succeed("train", "--out", out, *moved, "--run-steps", 1)
-    other = Tokenizer.train_bpe([text.read_text()], 301)
+    other = Tokenizer.train_bpe([text.read_text()], 270)
     (tmp_path / "other.json").write_text(other.to_json())
     if form != "pair":
         told = fail("train", "--out", out, "--tokenizer", "other.json", "--run-steps", 1)

@@ -93,6 +93,7 @@ Integer = Annotated[int, BeforeValidator(_integral)]
 Count = Annotated[Integer, Field(ge=1)]
 Layers = Annotated[Integer, Field(ge=1, le=1000)]  # the deepest transformer known has 1,000
 Period = Annotated[Integer, Field(ge=0)]
+Steps = Annotated[Integer, Field(ge=0, lt=2**32), Allowed("integer from 0 to 2^32 - 1")]
 Seed = Annotated[Integer, Field(ge=0, lt=2**63), Allowed("integer from 0 to 2^63 - 1")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[
@@ -188,7 +189,7 @@ class DataConfig(_Section):
 class TrainConfig(_Section):
     """The loop."""
 
-    steps: Period | None = _key(None, "Optimizer steps in all; null follows the corpus size.")
+    steps: Steps | None = _key(None, "Optimizer steps in all; null follows the corpus size.")
     batch_size: Count | None = _key(
         None, "Windows per step, in all micro-steps; null follows the corpus size."
     )
