@@ -6,7 +6,7 @@
 All contestants get the same random weights and the same prompt, and write greedily. First the
 tokens must agree: ours in fp32 with those of transformers in fp32, all of them; in bf16 the table
 says how many agree before the first that does not. Then they take turns; a turn is one whole call,
-prompt included. transformers runs in a process of its own and waits for a message between its turns.
+prompt included. transformers runs in a process of its own and waits for a message between turns.
 --torch names a Python that has torch and transformers, where this one does not.
 
 Every token needs every weight once, save the rows of the embeddings that it does not look up. The
