@@ -219,6 +219,20 @@ def test_matmul_rows_do_not_depend_on_their_place(
         np.testing.assert_array_equal(alone, together[first : first + rows])
 
 
+@pytest.mark.parametrize("rows", [1, 5, 20, 300])
+@pytest.mark.parametrize(("k", "last_chain"), [(384, 0), (385, 192), (528, 264), (768, 384)])
+def test_matmul_adds_in_chains_of_bounded_length(
+    library: ctypes.CDLL, rows: int, k: int, last_chain: int
+) -> None:
+    """2**24 swallows every 1 that is added to it, so what is left is the chains that follow."""
+    a = np.ones((rows, k), np.float32)
+    a[:, 0] = 2.0**24
+    for b in (np.ones((k, 40), np.float32), np.ones((40, k), np.float32).T):
+        out = np.zeros((rows, 40), np.float32)
+        run_matmul(library, out, a, b)
+        np.testing.assert_array_equal(out, 2.0**24 + last_chain)
+
+
 def test_matmul_keeps_nan_visible(library: ctypes.CDLL) -> None:
     a, b = np.ones((20, 40), np.float32), np.ones((40, 50), np.float32)
     a[3, 5] = np.nan
