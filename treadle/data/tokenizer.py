@@ -67,6 +67,11 @@ _BYTE_CHARACTERS = _byte_characters()
 _BYTE_OF_CHARACTER = {character: byte for byte, character in enumerate(_BYTE_CHARACTERS)}
 
 
+def spelled(token: bytes) -> str:
+    """A token as byte-level vocabularies write it: a printable character for each byte."""
+    return "".join(_BYTE_CHARACTERS[byte] for byte in token)
+
+
 class Tokenizer:
     """Text to ids and back.
 
@@ -230,15 +235,31 @@ class Tokenizer:
                     f"{merges_path}: line {number} is not a merge of two tokens: {line[:40]!r}"
                 )
             merges.append((parts[0], parts[1]))
+        specials = [END_OF_TEXT] if END_OF_TEXT in vocab else []
+        return cls.from_bpe(vocab, merges, specials, f"{vocab_path} and {merges_path}")
+
+    @classmethod
+    def from_bpe(
+        cls,
+        vocab: dict[str, int],
+        merges: list[tuple[str, str]],
+        specials: Sequence[str],
+        where: str,
+    ) -> Tokenizer:
+        """A byte-level BPE from ids by token and the merges in their order, both as `spelled`.
+
+        The `specials` are in the vocabulary too, as they are. `where` names the source in errors.
+
+        Raises:
+            TokenizerError: merges that do not fit the vocabulary.
+        """
         try:
             backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
         except Exception as error:
-            raise TokenizerError(
-                f"{vocab_path} and {merges_path} do not fit each other: {_one_line(error)}"
-            ) from None
+            raise TokenizerError(f"{where} do not fit each other: {_one_line(error)}") from None
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         backend.decoder = decoders.ByteLevel()
-        _add_specials(backend, [END_OF_TEXT] if END_OF_TEXT in vocab else [])
+        _add_specials(backend, specials)
         return cls(backend)
 
     # ---- text to ids ------------------------------------------------------------------------
@@ -346,6 +367,11 @@ class Tokenizer:
         """
         (number,) = self._checked([token_id])
         return self._bytes_of_id[number] or b""
+
+    @property
+    def has_token_bytes(self) -> bool:
+        """Whether the texts of ids are the bytes of their tokens, one after another."""
+        return self.kind != "other" or self._is_byte_level
 
     def stream(self) -> TextStream:
         """A decoder that takes ids one at a time."""
