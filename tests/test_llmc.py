@@ -290,7 +290,7 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return found
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(data=st.data(), kind=st.sampled_from(["model", "state", "char with end", "bpe"]))
 def test_fuzzed_files_give_a_line_or_a_model(
     data: st.DataObject,

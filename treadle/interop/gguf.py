@@ -265,7 +265,8 @@ def _rows(header: Header) -> Iterator[tuple[str, str]]:
     for what, key in sizes.items():
         if (value := header.values.get(f"{arch}.{key}")) is not None:
             yield what, str(value)
-    yield "parameters", f"{sum(math.prod(t.shape) for t in header.tensors):,}"
+    weights = [t for t in header.tensors if not t.name.startswith("rope_freqs")]
+    yield "parameters", f"{sum(math.prod(t.shape) for t in weights):,}"
     types: dict[str, int] = {}
     for tensor in header.tensors:
         types[tensor.type] = types.get(tensor.type, 0) + 1
