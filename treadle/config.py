@@ -40,10 +40,11 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from treadle.errors import ConfigError
-from treadle.files import write_atomic
+from treadle.files import one_line, write_atomic
 
 ARCHITECTURES = ("gpt2",)
 PRECISIONS = ("fp32", "bf16")
+RECOMPUTE = ("none", "gelu", "block")
 TOKENIZERS = ("auto", "char", "byte", "bpe")
 MIN_BPE_VOCAB = 257  # 256 byte tokens and the end-of-text token
 
@@ -90,6 +91,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 Integer = Annotated[int, BeforeValidator(_integral)]
 Count = Annotated[Integer, Field(ge=1)]
+Layers = Annotated[Integer, Field(ge=1, le=1000)]  # the deepest transformer known has 1,000
 Period = Annotated[Integer, Field(ge=0)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**63), Allowed("integer from 0 to 2^63 - 1")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -107,6 +109,12 @@ Precision = Annotated[
     _one_of(PRECISIONS),
     Allowed(_quoted(PRECISIONS) + " (other precisions are not available yet)"),
     Field(json_schema_extra={"enum": list(PRECISIONS)}),
+]
+Recompute = Annotated[
+    str,
+    _one_of(RECOMPUTE),
+    Allowed(_quoted(RECOMPUTE)),
+    Field(json_schema_extra={"enum": list(RECOMPUTE)}),
 ]
 Device = Annotated[
     str,
@@ -143,7 +151,7 @@ class ModelConfig(_Section):
 
     architecture: Architecture = _key("gpt2", "The family of models.")
     vocab_size: Count | None = _key(None, "Number of token ids; null takes the tokenizer's.")
-    n_layer: Count | None = _key(None, "Transformer blocks; null follows the corpus size.")
+    n_layer: Layers | None = _key(None, "Transformer blocks; null follows the corpus size.")
     n_head: Count | None = _key(
         None, "Attention heads, a divisor of n_embd; null follows the corpus size."
     )
@@ -158,7 +166,7 @@ class DataConfig(_Section):
     """The corpus and its tokens."""
 
     path: str | None = _key(
-        None, "A text file, a directory of texts, or a directory with train.bin."
+        None, "A text file, a directory of texts, or a file or directory of tokens (train.bin)."
     )
     tokenizer: TokenizerName = _key(
         "auto", "Kind or file of the tokenizer; auto follows the corpus size."
@@ -192,6 +200,11 @@ class TrainConfig(_Section):
     )
     precision: Precision = _key(
         "fp32", "Activations and matrix operands; weights, moments and sums stay float32."
+    )
+    recompute: Recompute = _key(
+        "none",
+        "What the backward pass computes again to save memory: nothing, activations, or the inside "
+        "of each block; the results have the same bits.",
     )
     deterministic: bool = _key(
         True, "The same bits on every run; false permits a backend to give that up for speed."
@@ -497,8 +510,8 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path}: not JSON at line {error.lineno} column {error.colno}: {error.msg}"
             f"{_text_hint(path)}"
         ) from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except (ConfigError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: expected a JSON object of the sections {', '.join(_sections())}"
@@ -526,7 +539,7 @@ def _parse(key: str, raw: str) -> Any:
     takes_text = field is not None and str in (field.annotation, *get_args(field.annotation))
     try:
         value = json.loads(raw)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return raw
     return raw if takes_text and not isinstance(value, str | None) else value
 
@@ -582,6 +595,7 @@ RESUMABLE_KEYS = frozenset(
         "train.steps",
         "train.device",
         "train.threads",
+        "train.recompute",
         "train.eval_every",
         "train.eval_batches",
         "train.sample_every",
@@ -616,6 +630,17 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     for key, value in values.items():
         _put(nested, key, value)
     return Config(**nested)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """A copy whose paths of data and tokenizer hold in every directory."""
+    data = config.data
+    paths = {"path": data.path, "vocab_path": data.vocab_path, "merges_path": data.merges_path}
+    if data.tokenizer not in TOKENIZERS:
+        paths["tokenizer"] = data.tokenizer
+    return with_values(
+        config, {f"data.{name}": str(Path(path).absolute()) for name, path in paths.items() if path}
+    )
 
 
 def inherit(config: Config, saved: Config) -> Config:
