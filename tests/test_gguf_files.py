@@ -19,8 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treadle.data.alphabet import spelled
 from treadle.data.stories import generate_stories
-from treadle.data.tokenizer import Tokenizer, spelled
+from treadle.data.tokenizer import Tokenizer
 from treadle.errors import CheckpointError, ConfigError, CorruptError, TokenizerError, TreadleError
 from treadle.interop.gguf import describe, is_gguf, write_gguf
 from treadle.models.base import Model

@@ -3,7 +3,7 @@
 The fixtures are those of
 
     python tools/make_llmc_state.py tests/fixtures/llmc_model.bin tests/fixtures/llmc_state.bin \
-        --vocab 61 --block 8 --channels 12 --batch 2 --time 7 --std 0.3
+        --vocab 61 --block 8 --channels 12 --batch 2 --time 7
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from treadle.data.tokenizer import Tokenizer, spelled
+from treadle.data.alphabet import spelled
+from treadle.data.tokenizer import Tokenizer
 from treadle.errors import TokenizerError
 
 # The pattern that a tokenizer.json cuts words by, and what GGUF calls it.

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from treadle.data.alphabet import spelled
 from treadle.data.shards import HEADER_BYTES, HEADER_INTS, read_tokens
-from treadle.data.tokenizer import END_OF_TEXT, Tokenizer, spelled
+from treadle.data.tokenizer import END_OF_TEXT, Tokenizer
 from treadle.errors import CheckpointError, ConfigError, CorruptError, TokenizerError
 from treadle.files import atomic_file, one_line, read_bytes
 from treadle.graph.value import Shape, from_bfloat16, to_bfloat16
