@@ -14,7 +14,6 @@ from treadle.backends.base import Backend, Executable
 from treadle.backends.cpu import physical_memory
 from treadle.data.sampler import IGNORE
 from treadle.errors import BackendError
->>>>>>> decode
 from treadle.graph.op import Cost
 from treadle.graph.plan import Plan, plan
 from treadle.graph.program import Memory, Program, memory
