@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "treadle"
 ALLOWED = {
     "errors": set(),
     "files": set(),
+    "safetensors_io": {"files"},
     "config": {"files"},
     "graph": set(),
     "ops": {"graph"},
@@ -35,8 +36,20 @@ ALLOWED = {
         "backends",
         "generate",
         "files",
+        "interop",
+        "safetensors_io",
     },
-    "interop": {"config", "data", "graph", "ops", "passes", "models", "backends", "files"},
+    "interop": {
+        "config",
+        "data",
+        "graph",
+        "ops",
+        "passes",
+        "models",
+        "backends",
+        "files",
+        "safetensors_io",
+    },
     "api": {"config", "data", "graph", "ops", "models", "backends", "generate", "train", "files"},
 }
 
