@@ -27,6 +27,7 @@ from treadle.errors import (
     NonFiniteError,
     TreadleError,
 )
+from treadle.safetensors_io import read_safetensors, write_safetensors
 from treadle.train.checkpoint import (
     TOKENIZER_METADATA_LIMIT,
     check_config_match,
@@ -35,7 +36,6 @@ from treadle.train.checkpoint import (
     verify_checkpoint,
 )
 from treadle.train.registry import Registry, find_checkpoint
-from treadle.safetensors_io import read_safetensors, write_safetensors
 
 ROOT = Path(__file__).resolve().parent.parent
 posix = pytest.mark.skipif(os.name == "nt", reason="SIGKILL and fork are POSIX")

@@ -20,7 +20,7 @@ ALLOWED = {
     "graph": set(),
     "ops": {"graph"},
     "passes": {"graph", "ops"},
-    "models": {"config", "ops", "graph"},
+    "models": {"config", "files", "ops", "graph"},
     "backends": {"graph"},
     "data": {"config", "files"},
     "cases": {"graph", "ops"},

@@ -28,7 +28,7 @@ METADATA_KEY = "__metadata__"
 HEADER_LIMIT = 100_000_000  # bytes; readers of the format refuse longer headers
 CHUNK_ITEMS = 1 << 20  # items written, hashed and checked at a time
 
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),

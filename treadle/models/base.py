@@ -54,7 +54,9 @@ class Model(ABC):
 
     architecture: ClassVar[str]
     vocab_size: int
+    n_layer: int
     block_size: int
+    tie_embeddings: bool
 
     @abstractmethod
     def parameters(self) -> list[Parameter]:
