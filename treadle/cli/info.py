@@ -28,11 +28,11 @@ def command(
     path: Path = typer.Argument(
         ...,
         metavar="PATH",
-        help="A run, a checkpoint, a model or tokenizer of Hugging Face's, tokens, or a single file.",
+        help="A run, a checkpoint, a Hugging Face directory, tokens, a tokenizer, or a file.",
         show_default=False,
     ),
 ) -> None:
-    """Say what a file or directory is: its shapes, parameters and tokenizer, and whether it is intact.
+    """Say what a file or directory is, its shapes and tokenizer, and whether it is intact.
 
     Every byte of weights is read, against its digest where there is one. The exit code is 1 when
     something is damaged.
@@ -111,7 +111,8 @@ def _model(path: Path, found: Found) -> None:
         found.shapes += _shapes(
             {name: (file.shapes[name], file.codes[name]) for name, file in files.items()}
         )
-        found.say("files of weights", ", ".join(sorted({f.path.name for f in files.values()})))
+        names = sorted({file.path.name for file in files.values()})
+        found.say("weights", names[0] if len(names) == 1 else f"{len(names)} files, {names[0]} …")
     proof = "every weight is finite and has its place; there are no digests"
     if (path / STATE_NAME).is_file():
         verify_checkpoint(path)
@@ -221,10 +222,7 @@ def _is_model(path: Path) -> bool:
 # Kind: whether a path is of it, and what tells of it. The first that fits counts.
 KINDS: dict[str, tuple[Callable[[Path], bool], Tell]] = {
     "run": (lambda path: (path / "checkpoints").is_dir(), _run),
-    "checkpoint": (
-        lambda path: _is_model(path) and (path / "trainer_state.json").is_file(),
-        _model,
-    ),
+    "checkpoint": (lambda path: (path / "trainer_state.json").is_file(), _model),
     "Hugging Face directory": (_is_model, _model),
     "tokens": (lambda path: (path / "train.bin").is_file(), _tokens),
     "tokenizer": (

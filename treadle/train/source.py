@@ -69,7 +69,7 @@ def given_tokenizer(
     vocab: str | os.PathLike[str] | None,
     merges: str | os.PathLike[str] | None,
 ) -> Tokenizer | None:
-    """The tokenizer of a tokenizer.json, or of a vocab.json and a merges.txt, that a person gave."""
+    """The tokenizer of the files that a person gave, or None."""
     if tokenizer is not None:
         return Tokenizer.load(tokenizer)
     if vocab is not None and merges is not None:
