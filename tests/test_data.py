@@ -51,7 +51,7 @@ def refusal(path: Path, data: DataConfig = CHAR) -> str:
 # ---- texts ----------------------------------------------------------------------------------
 
 
-def test_case_01_corpus_shorter_than_context(tmp_path: Path):
+def test_failure_1_corpus_shorter_than_context(tmp_path: Path):
     path = tmp_path / "short.txt"
     for n_tokens in (50, 64):
         with pytest.raises(DataError) as caught:
@@ -72,7 +72,7 @@ def test_a_short_text_lends_only_what_training_lacks(tmp_path: Path):
     assert any("2 tokens of the validation split" in note for note in dataset.notes)
 
 
-def test_case_02_validation_split_without_a_whole_batch(tmp_path: Path):
+def test_failure_2_validation_split_without_a_whole_batch(tmp_path: Path):
     path = tmp_path / "tiny.txt"
     path.write_text("abcdefghij" * 30)
     data = {"path": str(path), "tokenizer": "char", "val_fraction": 0.01}
@@ -89,7 +89,7 @@ def test_case_02_validation_split_without_a_whole_batch(tmp_path: Path):
     assert math.isfinite(corpora.unigram_loss(dataset))
 
 
-def test_case_04_one_file_alone_works(story: Path, tmp_path: Path):
+def test_failure_4_one_file_alone_works(story: Path, tmp_path: Path):
     folder = tmp_path / "folder"
     folder.mkdir()
     story.rename(folder / "story.txt")
@@ -119,7 +119,7 @@ def test_case_04_one_file_alone_works(story: Path, tmp_path: Path):
         ("\ufeffa\0b".encode("utf-16-be"), ["zero character", "position 1"]),
     ],
 )
-def test_case_06_files_that_are_not_text(contents: bytes, parts: list[str], tmp_path: Path):
+def test_failure_6_files_that_are_not_text(contents: bytes, parts: list[str], tmp_path: Path):
     path = tmp_path / "corpus.txt"
     path.write_bytes(contents)
     line = refusal(path)
@@ -127,7 +127,7 @@ def test_case_06_files_that_are_not_text(contents: bytes, parts: list[str], tmp_
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
-def test_case_06_wide_encodings_with_a_mark_are_decoded(encoding: str, tmp_path: Path):
+def test_failure_6_wide_encodings_with_a_mark_are_decoded(encoding: str, tmp_path: Path):
     path = tmp_path / "corpus.txt"
     path.write_bytes(("\ufeff" + STORY + "é😀").encode(encoding))
     corpus = load_corpus(path)
@@ -143,7 +143,7 @@ def test_case_06_wide_encodings_with_a_mark_are_decoded(encoding: str, tmp_path:
         STORY.replace("\n", "\r\n").encode("utf-8-sig"),
     ],
 )
-def test_case_07_line_ends_and_marks_change_no_token(variant: bytes, story: Path, tmp_path: Path):
+def test_failure_7_line_ends_and_marks_change_no_token(variant: bytes, story: Path, tmp_path: Path):
     other = tmp_path / "variant.txt"
     other.write_bytes(variant)
     for kind in ("char", "byte", "bpe"):
@@ -155,7 +155,7 @@ def test_case_07_line_ends_and_marks_change_no_token(variant: bytes, story: Path
         assert np.array_equal(again.train, plain.train) and np.array_equal(again.val, plain.val)
 
 
-def test_case_07_the_locale_has_no_say(tmp_path: Path):
+def test_failure_7_the_locale_has_no_say(tmp_path: Path):
     path = tmp_path / "corpus.txt"
     path.write_bytes("Zoë läuft — 漢字\n".encode() * 20)
     code = (
@@ -211,7 +211,7 @@ def test_places_without_a_text_are_named(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     assert "holds no .txt or .md" in refusal(tmp_path / "empty")
     (tmp_path / "tokens.bin").write_bytes(b"1234")
-    assert "directory that holds train.bin" in refusal(tmp_path / "tokens.bin")
+    assert "not a token file" in refusal(tmp_path / "tokens.bin")
     with pytest.raises(ConfigError, match=r"data.path"):
         open_data(Config())
 
@@ -355,6 +355,22 @@ def test_a_directory_of_tokens_is_used_as_it_is(story: Path, tmp_path: Path):
     assert "the vocabulary has 3 ids" in refusal(folder, DataConfig())
 
 
+def test_token_files_under_the_names_of_llm_c(tmp_path: Path):
+    tokens = np.arange(100, dtype=np.int32)
+    for name in ("a_train.bin", "a_val.bin"):
+        write_tokens(tmp_path / name, tokens[: 100 if "train" in name else 40], 50257)
+    write_tokens(tmp_path / "questions.bin", tokens, 50257)
+    for path in (tmp_path, tmp_path / "a_train.bin"):
+        dataset = prepare_cached(path)
+        assert (len(dataset.train), len(dataset.val)) == (100, 40)
+        assert dataset.tokenizer is None and dataset.vocab_size == 100
+    # A file of any other name is split.
+    assert len(prepare_cached(tmp_path / "questions.bin").val) == 10
+    write_tokens(tmp_path / "b_train.bin", tokens[:30], 50257)
+    assert "give the path of one of a_train.bin, b_train.bin" in refusal(tmp_path, DataConfig())
+    assert len(prepare_cached(tmp_path / "b_train.bin").train) == 27
+
+
 def test_the_unigram_loss_of_known_frequencies(tmp_path: Path):
     _, dataset = open_text(tmp_path / "ab.txt", "ab" * 500, block_size=8)
     assert corpora.unigram_loss(dataset) == pytest.approx(math.log(2), abs=1e-3)
@@ -489,7 +505,7 @@ def test_targets_are_the_inputs_one_token_later():
     assert np.array_equal(inputs[:, 0], sampler.starts(5))
 
 
-def test_case_03_a_remainder_is_trained_on():
+def test_failure_3_a_remainder_is_trained_on():
     sampler = Sampler(np.arange(41), 4, 4, seed=1)
     assert sampler.windows_per_epoch == 10
     rows = np.concatenate([sampler.starts(step) for step in range(5)])
@@ -499,7 +515,7 @@ def test_case_03_a_remainder_is_trained_on():
     assert set(targets.ravel().tolist()) == set(range(1, 41))
 
 
-def test_case_05_steps_beyond_an_epoch_wrap_to_a_new_order():
+def test_failure_5_steps_beyond_an_epoch_wrap_to_a_new_order():
     sampler = Sampler(np.arange(41), 4, 4, seed=1)
     assert [sampler.epoch(step) for step in range(8)] == [0, 0, 0, 1, 1, 2, 2, 2]
     assert [sampler.batch(step)[2] for step in range(8)] == [0, 0, 0, 1, 1, 2, 2, 2]
@@ -556,7 +572,7 @@ def test_evaluation_sees_every_prediction_once(n_tokens: int, block_size: int, b
 
 
 @pytest.mark.parametrize("n_characters", [65, 1500])
-def test_case_09_vocabularies_of_any_size(n_characters: int, tmp_path: Path):
+def test_failure_9_vocabularies_of_any_size(n_characters: int, tmp_path: Path):
     text = "".join(chr(0x4E00 + i) for i in range(n_characters)) * 2
     config, dataset = open_text(tmp_path / "corpus.txt", text, block_size=8)
     assert config.model.vocab_size == dataset.vocab_size == n_characters

@@ -23,6 +23,7 @@ from kernels_c import (
     run_matmul,
 )
 from treadle.backends import build as builder
+from treadle.backends import cpu
 
 
 @pytest.fixture(scope="session", params=ISAS)
@@ -283,6 +284,10 @@ def test_walker_accepts_empty_lists_and_refuses_no_threads(library: ctypes.CDLL)
     calls.end_phase()
     calls.run(library, 2)
     assert library.treadle_run(None, None, ctypes.c_int64(0), 0, None, ctypes.c_int64(0)) == -1
+
+
+def test_every_instruction_set_of_the_processor_is_found() -> None:
+    assert sorted(cpu.instruction_sets()) == sorted(ISAS)
 
 
 def test_library_says_what_it_is(library: ctypes.CDLL, isa: str, probe: ctypes.CDLL) -> None:

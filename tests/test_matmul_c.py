@@ -71,7 +71,10 @@ def test_matmul_agrees_with_float64_for_odd_sizes_and_all_transposes(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("extras", ["", "bias", "residual accumulate", "bias pre residual scale"])
+@pytest.mark.parametrize(
+    "extras",
+    ["", "bias", "accumulate", "bias accumulate", "residual accumulate", "bias pre residual scale"],
+)
 def test_matmul_epilogues(library: ctypes.CDLL, activation: str | None, extras: str) -> None:
     m, n, k = 45, 77, 400
     rng = np.random.default_rng(3)
@@ -108,28 +111,69 @@ def test_matmul_residual_may_be_the_output(library: ctypes.CDLL) -> None:
     check_error(out, exact, naive, 1e-5)
 
 
+def widened(x: np.ndarray) -> np.ndarray:
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
 @pytest.mark.parametrize("output", [np.float32, np.uint16])
 @pytest.mark.parametrize(("ta", "tb"), LAYOUTS)
-def test_matmul_of_bf16(library: ctypes.CDLL, output: type, ta: bool, tb: bool) -> None:
-    m, n, k = 45, 77, 400
+@pytest.mark.parametrize(
+    "size", [(45, 77, 400), (33, 64, 1601), (64, 33, 123), (3, 70, 1601), (1, 5, 1)], ids=str
+)
+def test_matmul_of_bf16(
+    library: ctypes.CDLL, size: tuple[int, int, int], output: type, ta: bool, tb: bool
+) -> None:
+    m, n, k = size
     rng = np.random.default_rng(5)
     a = rounded_to_bf16(np.ascontiguousarray(operand(rng, m, k, False)))
     b = rounded_to_bf16(np.ascontiguousarray(operand(rng, k, n, False)))
     bias = rng.standard_normal(n).astype(np.float32)
-    wide_a, wide_b = ((x.astype(np.uint32) << 16).view(np.float32) for x in (a, b))
+    wide_a, wide_b = widened(a), widened(b)
     a = np.ascontiguousarray(a.T).T if ta else a
     b = np.ascontiguousarray(b.T).T if tb else b
     exact = wide_a.astype(np.float64) @ wide_b.astype(np.float64) + bias
     naive = naive_product(wide_a, wide_b) + bias
     out, pre = np.zeros((m, n), output), np.zeros((m, n), np.uint16)
     run_matmul(library, out, a, b, bias=bias, pre=pre)
+    plain = np.zeros((m, n), output)
+    run_matmul(library, plain, a, b, bias=bias)
+    np.testing.assert_array_equal(out, plain)
     if output is np.uint16:
-        naive = (rounded_to_bf16(naive).astype(np.uint32) << 16).view(np.float32)
+        naive = widened(rounded_to_bf16(naive))
         np.testing.assert_array_equal(out, pre)
-        out = (out.astype(np.uint32) << 16).view(np.float32)
+        out = widened(out)
     else:
         np.testing.assert_array_equal(rounded_to_bf16(out), pre)
-    check_error(out, exact, naive, 1e-5)
+    check_error(out, exact, naive, 5e-7 * np.sqrt(k))
+
+
+# Of a step of small models: forward, gradients of inputs (b) and weights (a), and an output layer.
+TRAINING = [
+    (768, 384, 128, ""), (768, 128, 512, ""), (768, 65, 128, "b"), (768, 128, 65, ""),
+    (65, 128, 768, "a"), (128, 512, 768, "a"), (512, 128, 128, "a"), (256, 768, 1536, "b"),
+    (512, 128, 8000, "b"), (128, 8000, 256, "a"), (64, 8000, 128, ""), (8, 3072, 768, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", TRAINING, ids=str)
+def test_matmul_at_the_shapes_of_training(
+    library: ctypes.CDLL, shape: tuple[int, int, int, str], dtype: str
+) -> None:
+    m, n, k, transposed = shape
+    rng = np.random.default_rng(m + n + k)
+    a = rng.standard_normal((k, m) if "a" in transposed else (m, k)).astype(np.float32)
+    b = rng.standard_normal((n, k) if "b" in transposed else (k, n)).astype(np.float32)
+    wide_a, wide_b = a, b
+    if dtype == "bfloat16":
+        a, b = rounded_to_bf16(a), rounded_to_bf16(b)
+        wide_a, wide_b = widened(a), widened(b)
+    a, wide_a = (x.T if "a" in transposed else x for x in (a, wide_a))
+    b, wide_b = (x.T if "b" in transposed else x for x in (b, wide_b))
+    out = np.full((m, n), np.nan, np.float32)
+    run_matmul(library, out, a, b)
+    exact = wide_a.astype(np.float64) @ wide_b.astype(np.float64)
+    check_error(out, exact, naive_product(wide_a, wide_b), 5e-7 * np.sqrt(k))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -156,16 +200,37 @@ def test_matmul_has_the_same_bits_for_any_number_of_threads_and_either_packing(
         np.testing.assert_array_equal(results[0], other)
 
 
-def test_matmul_rows_do_not_depend_on_their_place(library: ctypes.CDLL) -> None:
-    """A boundary never changes bits: one row alone, or among others, is the same row."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tb", [False, True])
+def test_matmul_rows_do_not_depend_on_their_place(
+    library: ctypes.CDLL, tb: bool, dtype: str
+) -> None:
+    """A boundary never changes bits: a row or a few alone, or among others, are the same rows."""
     rng = np.random.default_rng(7)
-    a, b = operand(rng, 61, 900, False), operand(rng, 900, 95, False)
+    a, b = operand(rng, 61, 1901, False), operand(rng, 1901, 95, tb)
+    if dtype == "bfloat16":
+        a = rounded_to_bf16(np.ascontiguousarray(a))
+        b = rounded_to_bf16(b.T).T if tb else rounded_to_bf16(np.ascontiguousarray(b))
     together = np.zeros((61, 95), np.float32)
     run_matmul(library, together, a, b)
-    for i in (0, 13, 60):
-        alone = np.zeros((1, 95), np.float32)
-        run_matmul(library, alone, a[i : i + 1], b)
-        np.testing.assert_array_equal(alone[0], together[i])
+    for first, rows in ((0, 1), (13, 1), (53, 8), (20, 3), (60, 1)):
+        alone = np.zeros((rows, 95), np.float32)
+        run_matmul(library, alone, a[first : first + rows], b)
+        np.testing.assert_array_equal(alone, together[first : first + rows])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20, 300])
+@pytest.mark.parametrize(("k", "last_chain"), [(384, 0), (385, 192), (528, 264), (768, 384)])
+def test_matmul_adds_in_chains_of_bounded_length(
+    library: ctypes.CDLL, rows: int, k: int, last_chain: int
+) -> None:
+    """2**24 swallows every 1 that is added to it, so what is left is the chains that follow."""
+    a = np.ones((rows, k), np.float32)
+    a[:, 0] = 2.0**24
+    for b in (np.ones((k, 40), np.float32), np.ones((40, k), np.float32).T):
+        out = np.zeros((rows, 40), np.float32)
+        run_matmul(library, out, a, b)
+        np.testing.assert_array_equal(out, 2.0**24 + last_chain)
 
 
 def test_matmul_keeps_nan_visible(library: ctypes.CDLL) -> None:

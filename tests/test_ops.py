@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from treadle import checks
-from treadle.backends.cpu import CpuBackend, available
+from treadle.backends.cpu import CpuBackend, available, instruction_sets
 from treadle.cases import Case, all_cases
 
 CASES = all_cases()
+# Every one that was built and that the processor runs, unless one is asked for.
+CHOSEN = os.environ.get("TREADLE_ISA")
+INSTRUCTION_SETS = ([CHOSEN] if CHOSEN else instruction_sets()) if available() else []
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.gradient], ids=lambda c: c.title)
@@ -23,5 +28,6 @@ def test_gradient_checking(case: Case) -> None:
 def test_backend_symmetry(case: Case, dtype: str) -> None:
     if dtype not in case.dtypes:
         pytest.skip(f"no {dtype} kernel")
-    result = checks.symmetry(case, CpuBackend(threads=2), dtype)
-    assert result.ok, f"error {result.error:.2e} above {result.limit:.2e}"
+    results = checks.symmetries(case, [CpuBackend(2, isa) for isa in INSTRUCTION_SETS], dtype)
+    for isa, result in zip(INSTRUCTION_SETS, results, strict=True):
+        assert result.ok, f"{isa}: error {result.error:.2e} above {result.limit:.2e}"

@@ -96,7 +96,7 @@ if __name__ == "__main__":
 """
 
 
-def test_case_08_threads_and_hash_seeds_change_nothing(tmp_path: Path, shared_data: Path) -> None:
+def test_failure_8_threads_and_hash_seeds_change_nothing(tmp_path: Path, shared_data: Path) -> None:
     text = (shared_data / "quijote.txt").read_bytes()
     (tmp_path / "quijote.txt").write_bytes(text[:700_000])
     write_jsonl(tmp_path / "more.jsonl", stories(2500))

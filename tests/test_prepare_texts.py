@@ -219,7 +219,7 @@ def test_a_legacy_encoding_is_guessed(tmp_path: Path) -> None:
         (b"\xff\xfea\0\0\xd8", "byte 0x00 at offset 4 is not UTF-16-LE"),
     ],
 )
-def test_case_06_files_that_are_not_text_are_told(
+def test_failure_6_files_that_are_not_text_are_told(
     data: bytes, problem: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.txt"

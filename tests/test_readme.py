@@ -32,13 +32,13 @@ from treadle.cli import COMMANDS, main
 from treadle.config import (
     ARCHITECTURES,
     PRECISIONS,
-    RESUMABLE_KEYS,
     Config,
     key_table,
     size_table,
 )
 from treadle.data.stories import generate_stories
 from treadle.graph.value import ROLES
+from treadle.train.run import FREE_KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
 README, SPANISH, TRAINING = ROOT / "README.md", ROOT / "README.es.md", ROOT / "docs" / "training.md"
@@ -439,7 +439,7 @@ def test_extras_exist(page: Path) -> None:
 
 def test_keys_that_may_change_on_resume() -> None:
     (bullet,) = re.findall(r"What may change on resume:.*?(?=\n- )", TRAINING.read_text(), re.S)
-    assert set(re.findall(r"`(\w+\.\w+)`", bullet)) == RESUMABLE_KEYS | {"data.path"}
+    assert set(re.findall(r"`(\w+\.\w+)`", bullet)) == {*FREE_KEYS, "data.tokenizer"}
 
 
 def test_roles_of_buffers() -> None:

@@ -27,6 +27,7 @@ from runs import (
     write_text,
 )
 from treadle.backends import cpu
+from treadle.data.tokenizer import Tokenizer
 from treadle.train.checkpoint import load_checkpoint
 
 # Dropout, accumulation and clipping, so that all the state there is takes part.
@@ -213,6 +214,38 @@ def test_a_run_goes_on_from_another_folder(
     monkeypatch.chdir(tmp_path)
     assert "resuming at step 2" in succeed("train", out / "run.json", "--out", out)
     assert "finished at step 4" in succeed("train", "--out", out)
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "pair"])
+def test_a_tokenizer_file_is_found_from_another_folder(
+    form: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, words = tmp_path / "run", tmp_path / "words"
+    words.mkdir()
+    tokenizer = Tokenizer.train_bpe([text.read_text()], 300)
+    (words / "tokenizer.json").write_text(tokenizer.to_json())
+    for name, content in zip(("vocab.json", "merges.txt"), tokenizer.vocab_merges(), strict=True):
+        (words / name).write_text(content)
+    given = {
+        "file": ("--tokenizer", "words/tokenizer.json"),
+        "folder": ("--tokenizer", "words"),
+        "pair": ("--vocab", "words/vocab.json", "--merges", "words/merges.txt"),
+    }[form]
+    monkeypatch.chdir(tmp_path)
+    flags = (*FLAGS[: FLAGS.index("--tokenizer")], "--steps", 6, "--threads", 1)
+    succeed("train", "--data", text, *flags, *given, "--out", out, "--run-steps", 2)
+    monkeypatch.chdir(text.parent)
+    assert "resuming at step 2" in succeed("train", "--out", out, "--run-steps", 2)
+    # Wherever they are, the same files serve; others do not.
+    words.rename(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    moved = [str(value).replace("words", "elsewhere") for value in given]
+    assert "resuming at step 4" in succeed("train", "--out", out, *moved, "--run-steps", 1)
+    other = Tokenizer.train_bpe([text.read_text()], 301)
+    (tmp_path / "other.json").write_text(other.to_json())
+    if form != "pair":
+        told = fail("train", "--out", out, "--tokenizer", "other.json", "--run-steps", 1)
+        assert "its tokenizer is not that of" in told and steps_of(out)[-1] == 5
 
 
 def test_the_same_data_elsewhere_are_the_same(short: Path, stretch: Path, tmp_path: Path) -> None:

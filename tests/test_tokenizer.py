@@ -149,7 +149,7 @@ sys.stdout.buffer.write(Tokenizer.char(text).to_json().encode())
 """
 
 
-def test_case_08_training_twice_gives_the_same_bytes(tmp_path: Path):
+def test_failure_8_training_twice_gives_the_same_bytes(tmp_path: Path):
     # Many pairs of the same frequency, so that ties decide.
     words = [f"{a}{b}{c}" for a in "abcdé" for b in "xyzw" for c in "mnop"]
     corpus = tmp_path / "corpus.txt"
@@ -172,7 +172,7 @@ def test_case_08_training_twice_gives_the_same_bytes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
-def test_case_09_ids_of_padding_rows_are_never_decoded(kind: str, bpe: Tokenizer):
+def test_failure_9_ids_of_padding_rows_are_never_decoded(kind: str, bpe: Tokenizer):
     tokenizer = {"char": Tokenizer.char("ab"), "byte": Tokenizer.byte(), "bpe": bpe}[kind]
     for bad in (tokenizer.vocab_size, -1):
         with pytest.raises(TokenizerError, match=f"id {bad} is not in the vocabulary"):
@@ -286,7 +286,7 @@ def test_missing_and_unfitting_files_are_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
-def test_case_06_lone_surrogates_are_named(kind: str, bpe: Tokenizer):
+def test_failure_6_lone_surrogates_are_named(kind: str, bpe: Tokenizer):
     tokenizer = {"char": Tokenizer.char("ab"), "byte": Tokenizer.byte(), "bpe": bpe}[kind]
     with pytest.raises(TokenizerError, match=r"U\+D800.* at position 2 "):
         tokenizer.encode("ab\ud800")

@@ -114,16 +114,23 @@ def symmetry(case: Case, backend: Backend, dtype: str) -> Check:
 
     The limit is twice the error of the plain NumPy version in the same dtype, plus a floor.
     """
+    return symmetries(case, [backend], dtype)[0]
+
+
+def symmetries(case: Case, backends: Sequence[Backend], dtype: str) -> list[Check]:
+    """`symmetry` for each of the backends."""
     specs, arrays = inputs_of(case, dtype)
     runs = []
-    for b in (NumpyBackend("float64"), NumpyBackend(), backend):
+    for b in (NumpyBackend("float64"), NumpyBackend(), *backends):
         program, names = _single(case, specs)
         runs.append(_execute(b.load(program), arrays, names))
-    checks = [
-        _compare(oracle, naive, ours, FLOOR[dtype])
-        for oracle, naive, ours in zip(*runs, strict=True)
-    ]
-    return max(checks, key=lambda check: (check.distance, check.limit))
+    oracle, naive, *others = runs
+    results = []
+    for ours in others:
+        outputs = zip(oracle, naive, ours, strict=True)
+        checks = [_compare(*output, FLOOR[dtype]) for output in outputs]
+        results.append(max(checks, key=lambda check: (check.distance, check.limit)))
+    return results
 
 
 def _compare(oracle: np.ndarray, naive: np.ndarray, ours: np.ndarray, floor: float) -> Check:

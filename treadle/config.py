@@ -40,12 +40,15 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from treadle.errors import ConfigError
-from treadle.files import write_atomic
+from treadle.files import one_line, write_atomic
 
 ARCHITECTURES = ("gpt2",)
 PRECISIONS = ("fp32", "bf16")
+RECOMPUTE = ("none", "gelu", "block")
 TOKENIZERS = ("auto", "char", "byte", "bpe")
 MODEL_TOKENIZER = "model"  # that of the weights which train.init_from names
+NAMED_TOKENIZERS = (*TOKENIZERS, MODEL_TOKENIZER)  # what data.tokenizer says without a path
+HUB_PREFIX = "hf:"  # before the name of a model on Hugging Face's hub
 FINE_TUNING_LR = 1e-4
 MIN_BPE_VOCAB = 257  # 256 byte tokens and the end-of-text token
 
@@ -81,11 +84,7 @@ def _check_device(value: str) -> str:
 
 def _check_tokenizer(value: str) -> str:
     looks_like_a_path = value.endswith(".json") or "/" in value or "\\" in value
-    if (
-        value not in (*TOKENIZERS, MODEL_TOKENIZER)
-        and not looks_like_a_path
-        and not Path(value).exists()
-    ):
+    if value not in NAMED_TOKENIZERS and not looks_like_a_path and not Path(value).exists():
         raise ValueError("neither a kind of tokenizer nor a file")
     return value
 
@@ -96,6 +95,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 Integer = Annotated[int, BeforeValidator(_integral)]
 Count = Annotated[Integer, Field(ge=1)]
+Layers = Annotated[Integer, Field(ge=1, le=1000)]  # the deepest transformer known has 1,000
 Period = Annotated[Integer, Field(ge=0)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**63), Allowed("integer from 0 to 2^63 - 1")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -114,6 +114,12 @@ Precision = Annotated[
     Allowed(_quoted(PRECISIONS) + " (other precisions are not available yet)"),
     Field(json_schema_extra={"enum": list(PRECISIONS)}),
 ]
+Recompute = Annotated[
+    str,
+    _one_of(RECOMPUTE),
+    Allowed(_quoted(RECOMPUTE)),
+    Field(json_schema_extra={"enum": list(RECOMPUTE)}),
+]
 Device = Annotated[
     str,
     AfterValidator(_check_device),
@@ -123,10 +129,7 @@ Device = Annotated[
 TokenizerName = Annotated[
     str,
     AfterValidator(_check_tokenizer),
-    Allowed(
-        _quoted((*TOKENIZERS, MODEL_TOKENIZER))
-        + ", or the path of a tokenizer.json or its directory"
-    ),
+    Allowed(_quoted(NAMED_TOKENIZERS) + ", or the path of a tokenizer.json or its directory"),
 ]
 
 
@@ -152,7 +155,7 @@ class ModelConfig(_Section):
 
     architecture: Architecture = _key("gpt2", "The family of models.")
     vocab_size: Count | None = _key(None, "Number of token ids; null takes the tokenizer's.")
-    n_layer: Count | None = _key(None, "Transformer blocks; null follows the corpus size.")
+    n_layer: Layers | None = _key(None, "Transformer blocks; null follows the corpus size.")
     n_head: Count | None = _key(
         None, "Attention heads, a divisor of n_embd; null follows the corpus size."
     )
@@ -167,7 +170,7 @@ class DataConfig(_Section):
     """The corpus and its tokens."""
 
     path: str | None = _key(
-        None, "A text file, a directory of texts, or a directory with train.bin."
+        None, "A text file, a directory of texts, or a file or directory of tokens (train.bin)."
     )
     tokenizer: TokenizerName = _key(
         "auto",
@@ -211,6 +214,11 @@ class TrainConfig(_Section):
     )
     precision: Precision = _key(
         "fp32", "Activations and matrix operands; weights, moments and sums stay float32."
+    )
+    recompute: Recompute = _key(
+        "none",
+        "What the backward pass computes again to save memory: nothing, activations, or the inside "
+        "of each block; the results have the same bits.",
     )
     deterministic: bool = _key(
         True, "The same bits on every run; false permits a backend to give that up for speed."
@@ -529,8 +537,8 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path}: not JSON at line {error.lineno} column {error.colno}: {error.msg}"
             f"{_text_hint(path)}"
         ) from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except (ConfigError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: expected a JSON object of the sections {', '.join(_sections())}"
@@ -558,7 +566,7 @@ def _parse(key: str, raw: str) -> Any:
     takes_text = field is not None and str in (field.annotation, *get_args(field.annotation))
     try:
         value = json.loads(raw)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return raw
     return raw if takes_text and not isinstance(value, str | None) else value
 
@@ -614,6 +622,7 @@ RESUMABLE_KEYS = frozenset(
         "train.steps",
         "train.device",
         "train.threads",
+        "train.recompute",
         "train.eval_every",
         "train.eval_batches",
         "train.sample_every",
@@ -648,6 +657,20 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     for key, value in values.items():
         _put(nested, key, value)
     return Config(**nested)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """A copy whose paths of data, tokenizer and first weights hold in every directory."""
+    data, start = config.data, config.train.init_from
+    keys = {"path": data.path, "vocab_path": data.vocab_path, "merges_path": data.merges_path}
+    if data.tokenizer not in NAMED_TOKENIZERS:
+        keys["tokenizer"] = data.tokenizer
+    paths = {f"data.{name}": path for name, path in keys.items()}
+    if start is not None and not start.startswith(HUB_PREFIX):
+        paths["train.init_from"] = start
+    return with_values(
+        config, {name: str(Path(path).absolute()) for name, path in paths.items() if path}
+    )
 
 
 def inherit(config: Config, saved: Config) -> Config:

@@ -128,7 +128,12 @@ def leftover(path: Path) -> tuple[str, str] | None:
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A binary file that appears under `path` whole, or not at all: after a kill or a power cut
-    there is the old file or the new one."""
+    there is the old file or the new one. A link stays one; a device or a pipe is written to."""
+    path = path.resolve()
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with open(path, "wb") as file:
+            yield file
+        return
     temporary = temporary_sibling(path, "tmp")
     try:
         with open(temporary, "wb") as file:

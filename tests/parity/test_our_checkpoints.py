@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import succeed, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import treadle
+from runs import succeed, write_text
 
 TOKENS = 64
 TEXT = "the cat sat on  a red mat\n\nand his old dog ran far"

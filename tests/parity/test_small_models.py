@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import ours
 import peer
 import pytest
 import torch
@@ -13,6 +12,7 @@ from models import SMALL, VOCAB
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import ours
 from treadle.interop.hf import read_hf
 from treadle.train.source import open_source, save_model
 

@@ -72,9 +72,11 @@ class Executable(ABC):
 
 
 class Backend(ABC):
-    """A way to run programs on a device."""
+    """A way to run programs on a device. target: what their graphs are lowered for, None where
+    they run by reference."""
 
     name: str
+    target: str | None = None
 
     @abstractmethod
     def load(self, program: Program, graphs: Iterable[str] | None = None) -> Executable:

@@ -109,12 +109,9 @@ def _library_file(isa: str) -> Path | None:
 
 
 @cache
-def library(isa: str | None = None) -> Library:
-    """The best library that was built and that this processor runs, or the one asked for.
-
-    TREADLE_ISA names one as well. BackendError when there is none.
-    """
-    wanted = isa or os.environ.get("TREADLE_ISA") or None
+def instruction_sets() -> list[str]:
+    """Those that kernels were built for and that this processor runs, the best first; BackendError
+    when there is none."""
     base = _library_file("baseline") or _library_file("neon")
     if base is None:
         raise BackendError(
@@ -123,11 +120,19 @@ def library(isa: str | None = None) -> Library:
         )
     supported = ctypes.CDLL(str(base)).treadle_supports
     supported.argtypes = [ctypes.c_char_p]
-    for name in ISAS:
+    return [name for name in ISAS if _library_file(name) and supported(name.encode())]
+
+
+@cache
+def library(isa: str | None = None) -> Library:
+    """The library of the best instruction set, or of the one asked for.
+
+    TREADLE_ISA names one as well. BackendError when there is none.
+    """
+    wanted = isa or os.environ.get("TREADLE_ISA") or None
+    for name in instruction_sets():
         path = _library_file(name)
-        if path is None or (wanted is not None and name != wanted):
-            continue
-        if supported(name.encode()):
+        if path is not None and wanted in (None, name):
             return Library(path, name)
     raise BackendError(
         f"no kernel library for instruction set {wanted!r} was built or runs on this processor; "
@@ -147,6 +152,7 @@ class CpuBackend(Backend):
     """C kernels on `threads` threads (OMP_NUM_THREADS, else the physical cores, when None)."""
 
     name = "cpu"
+    target = "cpu"
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         self.library = library(isa)

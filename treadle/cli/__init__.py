@@ -98,8 +98,12 @@ def _explain(error: Exception) -> int:
     from treadle.errors import TreadleError
 
     if isinstance(error, TreadleError):
-        print(f"treadle: error: {error}", file=sys.stderr)
+        line = " ".join(str(error).splitlines())  # names of files may have line ends in them
+        print(f"treadle: error: {line}", file=sys.stderr)
         return error.exit_code
+    if isinstance(error, OSError) and error.filename is not None:
+        print(f"treadle: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return TreadleError.exit_code
     text = " ".join(str(error).split())
     print(
         f"treadle: internal error: {type(error).__name__}: {text} (run again with --debug)",

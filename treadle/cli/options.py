@@ -46,6 +46,7 @@ FLAGS = {
     "threads": "train.threads",
     "seed": "train.seed",
     "precision": "train.precision",
+    "recompute": "train.recompute",
     "tokenizer": "data.tokenizer",
     "vocab": "data.vocab_path",
     "merges": "data.merges_path",
@@ -64,7 +65,8 @@ def with_flags(function: Callable[..., None]) -> Callable[..., None]:
         if name not in ("config", "name")
     }
     shared = {name: key for name, key in FLAGS.items() if name not in own}
-    texts = ("data", "init_from", "device", "precision", "tokenizer", "vocab", "merges")
+    texts = ["data", "init_from", "device", "precision", "recompute"]
+    texts += ["tokenizer", "vocab", "merges"]
     types = {"lr": float, **dict.fromkeys(texts, str)}
     parameters = [
         inspect.Parameter(

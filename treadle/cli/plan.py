@@ -10,7 +10,7 @@ import typer
 from treadle.cli.options import with_flags
 from treadle.cli.tables import counted, mebibytes, rate, table
 from treadle.cli.trial import Trial, open_trial
-from treadle.config import Config
+from treadle.config import RECOMPUTE, Config
 from treadle.errors import ConfigError
 from treadle.graph.plan import Plan
 from treadle.graph.value import ROLES
@@ -82,7 +82,7 @@ def _draw(plan: Plan, path: Path) -> None:
 
 
 def _tables(trial: Trial, name: str) -> list[str]:
-    return [_head(trial, name), _memory(trial), _step(trial), _run(trial)]
+    return [_head(trial, name), _memory(trial), _recompute(trial), _step(trial), _run(trial)]
 
 
 def _head(trial: Trial, name: str) -> str:
@@ -112,6 +112,17 @@ def _memory(trial: Trial) -> str:
         ("total", mebibytes(memory.total + copied)),
     ]
     return table(rows, ("memory", ""))
+
+
+def _recompute(trial: Trial) -> str:
+    """What each choice of train.recompute would need."""
+    session, chosen = trial.session, trial.config.train.recompute
+    copied, rows = snapshot_bytes(session.program), []
+    for how in RECOMPUTE:
+        memory, cost = session.planned(how)
+        mark = "this run" if how == chosen else ""
+        rows.append((how, mebibytes(memory.total + copied), f"{cost.flops / 1e9:,.3f}", mark))
+    return table(rows, ("--recompute", "peak memory", "GFLOP a step", ""))
 
 
 def _step(trial: Trial) -> str:

@@ -229,12 +229,13 @@ class _Sample:
 
     def __iter__(self) -> Iterator[str]:
         for text in self._texts:
-            data = (END_OF_TEXT if self.texts else "").encode() + text.encode()
-            self.digest.update(data)
+            data = text.encode()
+            marked = END_OF_TEXT.encode() + data if self.texts else data
+            self.digest.update(marked)
             self.bytes += len(data)
             self.texts += 1
             if self._copy is not None:
-                self._copy.write(data)
+                self._copy.write(marked)
             self._progress("training the tokenizer", self.bytes, max(self._total, self.bytes))
             yield text
 

@@ -152,8 +152,6 @@ def text_files(path: str | os.PathLike[str]) -> list[Path]:
     """
     path = Path(path)
     if path.is_file():
-        if path.suffix == ".bin":
-            raise DataError(f"{path}: is a token file; give the directory that holds {TRAIN_FILE}")
         return [path]
     if not path.is_dir():
         raise DataError(f"{path}: no such file or directory; give a text file or a directory")
@@ -215,7 +213,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        _cannot_read(error)
+        raise DataError(f"{path}: cannot read: {error.strerror}") from None
 
 
 def _cannot_read(error: OSError) -> NoReturn:
@@ -276,7 +274,7 @@ def open_data(
         DataError: a corpus that cannot be used, or is too short for one window.
     """
     path = config.data.path
-    if path is None:
+    if not path:
         raise ConfigError("data.path: null; give a text file or a directory (--data PATH)")
     config = fill_from_corpus(config, corpus_size(path), tokenised=is_tokenised(path))
     dataset = prepare_cached(path, config.data, cache_dir, tokenizer)
@@ -293,13 +291,41 @@ def open_data(
 
 
 def is_tokenised(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a directory of token files."""
-    return Path(path, TRAIN_FILE).is_file()
+    """Whether a path holds, or is, a file of tokens."""
+    return bool(token_files(path))
+
+
+def token_files(path: str | os.PathLike[str]) -> list[Path]:
+    """The file of training tokens at a path and that of validation, if there is one; or none.
+
+    They are `train.bin` and `val.bin` of a directory, or llm.c's `NAME_train.bin` and
+    `NAME_val.bin`; the path of a `.bin` file names the one for training itself.
+
+    Raises:
+        DataError: a directory with the tokens of several data sets.
+    """
+    path = Path(path)
+    if path.suffix == ".bin" and path.is_file():
+        train = path
+    elif (path / TRAIN_FILE).is_file():
+        train = path / TRAIN_FILE
+    else:
+        found = sorted(path.glob(f"*_{TRAIN_FILE}")) if path.is_dir() else []
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found)
+            raise DataError(f"{path}: holds several data sets; give the path of one of {names}")
+        if not found:
+            return []
+        (train,) = found
+    if not train.name.endswith(TRAIN_FILE):
+        return [train]
+    val = train.with_name(train.name.removesuffix(TRAIN_FILE) + VAL_FILE)
+    return [train, val] if val.is_file() else [train]
 
 
 def corpus_size(path: str | os.PathLike[str]) -> int:
     """Bytes of a corpus, without reading it."""
-    files = [Path(path, TRAIN_FILE)] if is_tokenised(path) else text_files(path)
+    files = token_files(path)[:1] or text_files(path)
     return sum(file.stat().st_size for file in files)
 
 
@@ -354,27 +380,30 @@ def _frequencies(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 def load_tokens(
     path: str | os.PathLike[str], data: DataConfig, model_tokenizer: Tokenizer | None = None
 ) -> Dataset:
-    """The dataset of a directory with `train.bin`.
+    """The dataset of `token_files`.
 
-    Beside it may stand `val.bin` (else the last `data.val_fraction` of the tokens is held out),
-    `tokenizer.json` and `metadata.json`. Without the former, model_tokenizer is taken where
-    `data.tokenizer` is "model".
+    Without a file for validation the last `data.val_fraction` of the tokens is held out. Beside
+    them may stand `tokenizer.json` and `metadata.json`. Without the former, model_tokenizer is
+    taken where `data.tokenizer` is "model".
 
     Raises:
         DataError: files that cannot be used, or ids outside of the vocabulary.
         CorruptError: token files that are not those which metadata.json names.
     """
-    path = Path(path)
-    train = read_tokens(path / TRAIN_FILE)
-    if (path / VAL_FILE).is_file():
-        val = read_tokens(path / VAL_FILE)
+    files = token_files(path)
+    if not files:
+        raise DataError(f"{path}: holds no {TRAIN_FILE}")
+    folder = files[0].parent
+    train, *rest = map(read_tokens, files)
+    if rest:
+        (val,) = rest
     else:
         cut = int(len(train) * (1 - data.val_fraction))
         train, val = train[:cut], train[cut:]
     of_model = data.tokenizer == MODEL_TOKENIZER
     tokenizer = None if of_model else _given_tokenizer(data)
-    if tokenizer is None and (path / TOKENIZER_FILE).is_file():
-        tokenizer = Tokenizer.load(path)
+    if tokenizer is None and (folder / TOKENIZER_FILE).is_file():
+        tokenizer = Tokenizer.load(folder)
     elif of_model:
         tokenizer = _given_tokenizer(data, model_tokenizer)
     if data.tokenizer in TOKENIZERS[1:] and (tokenizer is None or tokenizer.kind != data.tokenizer):
@@ -382,7 +411,7 @@ def load_tokens(
             f"{path}: holds tokens already, so data.tokenizer {data.tokenizer} cannot be applied; "
             f"drop it, or name their {TOKENIZER_FILE}"
         )
-    metadata = _read_object(path / METADATA_FILE) or {}
+    metadata = _read_object(folder / METADATA_FILE) or {}
     largest = max((id_range(split)[1] for split in (train, val) if len(split)), default=0)
     vocab_size = tokenizer.vocab_size if tokenizer else metadata.get("vocab_size") or largest + 1
     if not isinstance(vocab_size, int) or largest >= vocab_size:
@@ -390,17 +419,13 @@ def load_tokens(
             f"{path}: a token is {largest}, but the vocabulary has {vocab_size} ids; "
             "the tokenizer belongs to other tokens"
         )
-    digests = {
-        name: _file_sha256(path / name)
-        for name in (TRAIN_FILE, VAL_FILE)
-        if (path / name).is_file()
-    }
-    for name in (TRAIN_FILE, VAL_FILE):
+    digests = {file.name: _file_sha256(file) for file in files}
+    for name in (TRAIN_FILE, VAL_FILE) if TRAIN_FILE in digests else ():
         told = metadata.get(name)
         if isinstance(told, dict) and told.get("sha256") != digests.get(name):
             raise CorruptError(
-                f"{path / name}: is not the file that {METADATA_FILE} names; prepare it again, or "
-                f"delete {METADATA_FILE} to use it as it is"
+                f"{folder / name}: is not the file that {METADATA_FILE} names; prepare it again, "
+                f"or delete {METADATA_FILE} to use it as it is"
             )
     return Dataset(
         train, val, tokenizer, vocab_size, corpus_size(path), tuple(digests.values()), metadata
@@ -451,9 +476,9 @@ def prepare_cached(
 ) -> Dataset:
     """The tokens of a corpus, made at the first call and mapped from the cache afterwards.
 
-    A directory with `train.bin` is used as it is. The tokenizer and the fraction for validation
-    come from `data`, where "auto" follows the size of the corpus and "model" is model_tokenizer.
-    `cache_dir` replaces `cache_directory()`. Damaged files in the cache are made again.
+    Token files are used as they are. The tokenizer and the fraction for validation come from
+    `data`, where "auto" follows the size of the corpus and "model" is model_tokenizer. `cache_dir`
+    replaces `cache_directory()`. Damaged files in the cache are made again.
 
     Raises:
         DataError: a corpus that cannot be used, or a cache that cannot be written.
@@ -605,7 +630,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None where there is none."""
     try:
         values = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 

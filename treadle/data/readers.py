@@ -82,6 +82,8 @@ def find_sources(
     """
     found: dict[Path, Source] = {}
     for given in inputs:
+        if not given:
+            raise DataError("an input is empty; give a file, a directory or a glob")
         path = Path(given)
         if path.is_dir():
             files = files_under(path, suffixes)

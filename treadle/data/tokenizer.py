@@ -37,6 +37,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from treadle.data.fastbpe import FastEncoder, fast_encoder
 from treadle.errors import TokenizerError
+from treadle.files import one_line
 
 END_OF_TEXT = "<|endoftext|>"
 BLANK_LINE = "\n\n"
@@ -47,6 +48,7 @@ VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 _CHUNK = 1 << 16  # characters that one call of the library gets at a time
 _CHUNKS_AT_ONCE = 64  # bounds the memory that the results of the library take
 _MIN_FREQUENCY = 2
+LARGEST_VOCAB = 1 << 24  # far more than any has
 _EOS_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>")
 
@@ -157,7 +159,8 @@ class Tokenizer:
         file, byte for byte, whatever the number of threads and the hash seed.
 
         Raises:
-            TokenizerError: fewer entries than the bytes and the special tokens need.
+            TokenizerError: fewer entries than the bytes and the special tokens need, or more than
+                any vocabulary has.
         """
         special_tokens = _checked_specials([END_OF_TEXT, *specials])
         smallest = len(_BYTE_CHARACTERS) + len(special_tokens)
@@ -165,6 +168,10 @@ class Tokenizer:
             raise TokenizerError(
                 f"a BPE of {vocab_size} entries is too small; the bytes and special tokens alone "
                 f"need {smallest}"
+            )
+        if vocab_size > LARGEST_VOCAB:
+            raise TokenizerError(
+                f"a BPE of {vocab_size} entries is too large; the most is {LARGEST_VOCAB:,}"
             )
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -234,7 +241,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
         except Exception as error:
             raise TokenizerError(
-                f"{vocab_path} and {merges_path} do not fit each other: {_one_line(error)}"
+                f"{vocab_path} and {merges_path} do not fit each other: {one_line(error)}"
             ) from None
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         backend.decoder = decoders.ByteLevel()
@@ -293,7 +300,7 @@ class Tokenizer:
             self._backend.encode_special_tokens = plain
             encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
         except Exception as error:
-            raise TokenizerError(f"the tokenizer cannot encode: {_one_line(error)}") from None
+            raise TokenizerError(f"the tokenizer cannot encode: {one_line(error)}") from None
         finally:
             self._backend.encode_special_tokens = False
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
@@ -557,6 +564,8 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
         values = json.loads(_decoded(data, where))
     except json.JSONDecodeError as error:
         raise TokenizerError(f"{where}: not JSON at line {error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{where}: not JSON: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise TokenizerError(f"{where}: expected a JSON object")
     return values
@@ -567,7 +576,7 @@ def _parse(data: bytes, where: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:
-        raise TokenizerError(f"{where}: not a tokenizer.json: {_one_line(error)}") from None
+        raise TokenizerError(f"{where}: not a tokenizer.json: {one_line(error)}") from None
 
 
 def _special_names(path: Path) -> dict[str, str]:
@@ -581,7 +590,3 @@ def _special_names(path: Path) -> dict[str, str]:
         if isinstance(token, str):
             names[key] = token
     return names
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -13,6 +13,8 @@ from treadle.errors import GraphError
 from treadle.graph.op import Fill, add_all, cast, zeros
 from treadle.graph.value import FLOATS, Value, wide
 
+BACKWARD_SCOPE = "grad"  # the scope of the nodes that differentiation appends
+
 
 def gradients(loss: Value, wrt: Sequence[Value], seed: Value | None = None) -> list[Value]:
     """Append the nodes that compute d(loss)/d(wrt) and return those values.
@@ -47,7 +49,7 @@ def gradients(loss: Value, wrt: Sequence[Value], seed: Value | None = None) -> l
             return None
         # What is differentiated with respect to keeps its gradient wide: float32 for bfloat16.
         dtype = wide(value.dtype) if id(value) in wanted else value.dtype
-        with graph.scope("grad"):
+        with graph.scope(BACKWARD_SCOPE):
             total = add_all([cast(p, dtype) for p in parts])
         if id(value) in wanted:
             settled[id(value)] = total
@@ -60,7 +62,7 @@ def gradients(loss: Value, wrt: Sequence[Value], seed: Value | None = None) -> l
         dys = [settle(v) for v in node.outputs]
         if not any(needs):
             continue
-        with graph.scope("grad"):
+        with graph.scope(BACKWARD_SCOPE):
             dxs = node.op.grad(node, dys, needs)
         for v, dx, need in zip(node.inputs, dxs, needs, strict=True):
             if need and v is not None and dx is not None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from treadle.graph.autograd import BACKWARD_SCOPE
 from treadle.graph.op import Graph, Node
 from treadle.graph.value import ROLES, SUFFIX, Buffer, Value
 
@@ -26,7 +27,6 @@ PILLS = 7  # shown beside a node; a line says how many more there are
 # Left edges of the columns: forward, backward, results of the backward pass.
 FORWARD, BACKWARD, RESULTS = 0, 1, 2
 COLUMN_X = (MARGIN + PILL_WIDTH + ARM, 720, 1000)
-BACKWARD_SCOPE = "grad"  # the scope of the nodes that `gradients` appends
 
 COLORS = {
     "weight": "#cfe2ff",

@@ -6,7 +6,7 @@ An op is a frozen dataclass: its fields are the node's attributes. Nothing is co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from typing import Any, ClassVar
@@ -91,6 +91,13 @@ class Op:
     def reference(self, *inputs: Any) -> Sequence[np.ndarray]:
         """The outputs by plain NumPy, in whatever float dtype the inputs have."""
         raise NotImplementedError
+
+    def evaluate(
+        self, node: Node, inputs: Sequence[Any], stored: Callable[[np.ndarray, Spec], np.ndarray]
+    ) -> Sequence[np.ndarray]:
+        """`reference` of a node's inputs. stored: an array as memory of a spec holds it; for an op
+        that computes one of its outputs from another, as it is stored."""
+        return self.reference(*inputs)
 
     def grad(
         self, node: Node, dys: Sequence[Value | None], needs: Sequence[bool]

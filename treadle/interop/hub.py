@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from re import compile as regex
 
+from treadle.config import HUB_PREFIX
 from treadle.data.tokenizer import (
     MERGES_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -15,7 +16,6 @@ from treadle.errors import CheckpointError
 from treadle.files import one_line
 from treadle.interop.hf import CONFIG_FILE, SAFETENSORS, TORCH, is_hf
 
-HUB_PREFIX = "hf:"
 SMALL_FILES = (CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, VOCAB_FILE, MERGES_FILE)
 
 _NAME = regex(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

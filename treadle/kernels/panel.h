@@ -93,6 +93,17 @@ INLINE void store_sums(T *p, const vf x[2]) {
 }
 #endif
 
+/* x as it would be read again, had it been stored. */
+INLINE vf stored_sum(vf x) {
+#if UNIT == 2
+    return vwiden((vh)_mm512_cvtneps_pbh(x));
+#elif defined(TREADLE_BF16)
+    return vwiden(vnarrow(x));
+#else
+    return x;
+#endif
+}
+
 INLINE int64_t units(int64_t k) { return ceil_div(k, UNIT); }
 
 /* ---- the microkernel -------------------------------------------------------------------------------- */

@@ -131,7 +131,9 @@ INLINE vf vfrom_i(vi x) { return __builtin_convertvector(x, vf); }
 INLINE vf vbits_f(vi x) { return (vf)x; } /* reinterpretations, not conversions */
 INLINE vi vbits_i(vf x) { return (vi)x; }
 
-/* ---- fp32 in memory: the n forms touch the first n lanes only, 0 <= n <= VL ------------------------ */
+/* ---- fp32 in memory ------------------------------------------------------------------------------
+   The n forms touch the first n lanes only, 0 <= n <= VL. Below AVX-512 a masked store costs several
+   plain ones, so whole vectors take the plain form. */
 
 INLINE vf vload_f32(const float *p) {
     vf x;
@@ -145,6 +147,7 @@ INLINE vf vloadn_f32(const float *p, int64_t n) {
 #if VL == 16
     return _mm512_maskz_loadu_ps(vm_first(n), p);
 #elif VL == 8
+    if (n == VL) return vload_f32(p);
     return _mm256_maskload_ps(p, (__m256i)vm_first(n));
 #else
     vf x = {0};
@@ -159,16 +162,18 @@ INLINE vf vloadn_f32(const float *p, int64_t n) {
 INLINE void vstoren_f32(float *p, vf x, int64_t n) {
 #if VL == 16
     _mm512_mask_storeu_ps(p, vm_first(n), x);
-#elif VL == 8
-    _mm256_maskstore_ps(p, (__m256i)vm_first(n), x);
 #else
     if (n == VL) {
         vstore_f32(p, x);
         return;
     }
+#if VL == 8
+    _mm256_maskstore_ps(p, (__m256i)vm_first(n), x);
+#else
     if (n > 0) p[0] = x[0];
     if (n > 1) p[1] = x[1];
     if (n > 2) p[2] = x[2];
+#endif
 #endif
 }
 
@@ -228,6 +233,7 @@ INLINE vf vloadn_bf16(const bf16 *p, int64_t n) {
 #if VL == 16
     return vwiden((vh)_mm256_maskz_loadu_epi16(vm_first(n), p));
 #else
+    if (n == VL) return vload_bf16(p);
     vh x = {0};
     for (int64_t i = 0; i < n; i++) x[i] = p[i];
     return vwiden(x);
@@ -239,6 +245,10 @@ INLINE void vstoren_bf16(bf16 *p, vf x, int64_t n) {
 #if VL == 16
     _mm256_mask_storeu_epi16(p, vm_first(n), (__m256i)h);
 #else
+    if (n == VL) {
+        memcpy(p, &h, sizeof h);
+        return;
+    }
     for (int64_t i = 0; i < n; i++) p[i] = h[i];
 #endif
 }

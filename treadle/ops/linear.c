@@ -4,8 +4,8 @@
    operand (columns of B, or rows of A) block by block into scratch, which stays in the second-level
    cache, and runs the register tile of kernels/panel.h over it and the panels of the operand that all
    tasks share. `matmul_pack` packs the shared one beforehand where that pays, so that every element is
-   packed once. K runs in blocks of a fixed size; their sums are fp32, kept in scratch and added in order,
-   so that the bits follow from the shape alone.
+   packed once. K runs in blocks of a fixed size, and each in chains of additions; their sums are fp32,
+   kept in scratch and added in order, so that the bits follow from the shape alone.
 
    The sizes are the caller's (ops/tiles.py). Pairs of bf16 are multiplied where the compiler has
    __AVX512BF16__. */
@@ -20,6 +20,13 @@ enum { ACCUMULATE = 1, OUTPUT_F32 = 2 };
 INLINE int64_t k_start(int64_t K, int64_t parts, int64_t i) {
     return min_i64(K, 2 * part_start(ceil_div(K, 2), parts, i));
 }
+
+/* Units of K whose products are added one after another: the rounding errors of a chain grow with its
+   length, as all but the first additions are to a sum that is large already. */
+#define CHAIN 384
+
+/* The length of the chains, one size but for the last, that a block of `depth` units is cut into. */
+INLINE int64_t chain_length(int64_t depth) { return ceil_div(depth, 1 + (depth - 1) / CHAIN); }
 
 /* ---- packing the shared operand ------------------------------------------------------------------------ */
 
@@ -64,7 +71,8 @@ INLINE void finish_rows(const epilogue *e, const float *sum, int64_t row, int64_
             const int64_t at = (i0 + i) * e->stride + j0 + j;
             vf x = vfma(vload_f32(sum + i * row + j), scale, bias);
             if (e->pre) storen_sum(e->pre + at, x, n);
-            x = vactivation(activation, x);
+            /* Of what is stored, so that it can be computed again from there. */
+            if (activation != ACT_NONE) x = vactivation(activation, stored_sum(x));
             if (e->residual) x = x + load_out(e->residual, at, n, f32);
             if (e->flags & ACCUMULATE) x = load_out(e->out, at, n, f32) + x;
             if (f32) {
@@ -158,37 +166,47 @@ INLINE void few_by_rows(const few_product *p, const int m, int64_t k, int64_t n,
     UNROLL for (int i = 0; i < m; i++) vstore_f32(sum + i * FEW_COLUMNS, s[i]);
 }
 
+/* Adds A B over n elements of K from k on, a chain, to total[i][j]; the first one sets it. */
+INLINE void few_chain(const few_product *p, const int m, float *total, int64_t j0, int64_t cols, int64_t k,
+                      int64_t n, float *scratch) {
+    float *sum = scratch, *packed = sum + FEW_ROWS * FEW_COLUMNS;
+    const operand at = at_k(p->a, k);
+    const float *a = packed;
+    if (m == 1 && in_place(p->a, p->K)) {
+        a = (const float *)at.at;
+    } else {
+        pack_panel(packed, m, at, p->rows, n);
+    }
+    if (p->b.k == 1) {
+        for (int64_t j = 0; j < cols; j += VL) {
+            few_by_rows(p, m, k, n, a, sum + j, j0 + j, min_i64(VL, cols - j));
+        }
+    } else {
+        memset(sum, 0, sizeof(float) * m * FEW_COLUMNS);
+        int64_t u = 0;
+        for (; u + FEW_UNITS <= units(n); u += FEW_UNITS) {
+            few_by_columns(p, m, FEW_UNITS, k + u * UNIT, a + u * m, sum, j0, cols);
+        }
+        for (; u < units(n); u++) few_by_columns(p, m, 1, k + u * UNIT, a + u * m, sum, j0, cols);
+    }
+    for (int i = 0; i < m; i++) {
+        for (int64_t at = i * FEW_COLUMNS, j = 0; j < cols; j += VL) {
+            vf s = vload_f32(sum + at + j);
+            vstore_f32(total + at + j, k ? vload_f32(total + at + j) + s : s);
+        }
+    }
+}
+
 /* total[i][j] of up to FEW_COLUMNS columns from j0 on; m >= rows, and what is beyond them is not read. */
 INLINE void few_columns(const few_product *p, const int m, float *total, int64_t j0, int64_t cols,
                         float *scratch) {
-    float *sum = scratch, *packed = sum + FEW_ROWS * FEW_COLUMNS;
     for (int64_t kb = 0; kb < p->k_blocks; kb++) {
-        const int64_t k0 = k_start(p->K, p->k_blocks, kb), kc = k_start(p->K, p->k_blocks, kb + 1) - k0;
-        const operand at = at_k(p->a, k0);
-        const float *a = packed;
-        if (m == 1 && in_place(p->a, p->K)) {
-            a = (const float *)at.at;
-        } else {
-            pack_panel(packed, m, at, p->rows, kc);
-        }
-        if (p->b.k == 1) {
-            for (int64_t j = 0; j < cols; j += VL) {
-                few_by_rows(p, m, k0, kc, a, sum + j, j0 + j, min_i64(VL, cols - j));
-            }
-        } else {
-            memset(sum, 0, sizeof(float) * m * FEW_COLUMNS);
-            int64_t u = 0;
-            for (; u + FEW_UNITS <= units(kc); u += FEW_UNITS) {
-                few_by_columns(p, m, FEW_UNITS, k0 + u * UNIT, a + u * m, sum, j0, cols);
-            }
-            for (; u < units(kc); u++) few_by_columns(p, m, 1, k0 + u * UNIT, a + u * m, sum, j0, cols);
-        }
-        for (int i = 0; i < m; i++) {
-            for (int64_t at = i * FEW_COLUMNS, j = 0; j < cols; j += VL) {
-                vf s = vload_f32(sum + at + j);
-                vstore_f32(total + at + j, kb ? vload_f32(total + at + j) + s : s);
-            }
-        }
+        int64_t k = k_start(p->K, p->k_blocks, kb);
+        const int64_t end = k_start(p->K, p->k_blocks, kb + 1), step = UNIT * chain_length(units(end - k));
+        do {
+            few_chain(p, m, total, j0, cols, k, min_i64(step, end - k), scratch);
+            k += step;
+        } while (k < end);
     }
 }
 
@@ -213,8 +231,8 @@ static void few_rows(const few_product *p, const epilogue *e, int64_t j0, int64_
 /* ---- the product -------------------------------------------------------------------------------------- */
 
 /* Whether the register tile may write its sums, and the bias, into the output itself. */
-INLINE int is_plain(const epilogue *e, int64_t k_blocks) {
-    const int adds = (e->flags & ACCUMULATE) && (!is_f32(e) || e->bias || k_blocks > 1);
+INLINE int is_plain(const epilogue *e, int64_t K) {
+    const int adds = (e->flags & ACCUMULATE) && (!is_f32(e) || e->bias || units(K) > CHAIN);
     return e->activation == ACT_NONE && !e->pre && !e->residual && !adds && e->scale == 1.0f;
 }
 
@@ -273,13 +291,28 @@ INLINE region block_region(const product *p, int64_t part, int64_t kb) {
     return region_of(own, first_line(p, part + 1) - line, k_start(p->K, p->k_blocks, kb + 1) - k);
 }
 
+/* A tile's sums over a block of K, chain by chain; `sums` is where one waits for the next. */
+INLINE void multiply_tile(tile_kernel *kernel, int64_t depth, int64_t chain, const float *a, int64_t a_row,
+                          int64_t a_step, const float *b, const float *ahead, float *sums, tile_end end) {
+    for (; depth > chain; depth -= chain) {
+        const tile_end more = {.from = end.from, .to = sums, .from_row = end.from_row, .to_row = NR};
+        kernel(chain, a, a_row, a_step, b, ahead, &more);
+        end.from = sums;
+        end.from_row = NR;
+        a += chain * a_step;
+        b += chain * NR;
+        ahead += chain * (CACHE_LINE / 4);
+    }
+    kernel(depth, a, a_row, a_step, b, ahead, &end);
+}
+
 /* Adds the products of block kb of K for all tiles of a part. `own` and `tiles` are scratch. */
 INLINE void multiply_block(const product *p, const int by_rows, int64_t part, int64_t kb, float *own,
                            float *tiles) {
     const int own_width = by_rows ? MR : NR, shared_width = by_rows ? NR : MR;
     const int64_t k = k_start(p->K, p->k_blocks, kb), kc = k_start(p->K, p->k_blocks, kb + 1) - k;
     const int64_t line = first_line(p, part), lines = first_line(p, part + 1) - line;
-    const int64_t across = by_rows ? p->N : p->M, depth = units(kc);
+    const int64_t across = by_rows ? p->N : p->M, depth = units(kc), chain = chain_length(depth);
     const int64_t own_panels = panels_of(own_width, lines);
     const int64_t shared_panels = panels_of(shared_width, across);
     const int last = kb == p->k_blocks - 1;
@@ -321,7 +354,7 @@ INLINE void multiply_block(const product *p, const int by_rows, int64_t part, in
             const float *ahead_s = ahead + (by_rows ? s % 2 * depth * VL : 0);
             fetch(&next, fetches);
             if (!last) {
-                kernel(depth, a, a_row, a_step, b, ahead_s, &end);
+                multiply_tile(kernel, depth, chain, a, a_row, a_step, b, ahead_s, tile, end);
                 continue;
             }
             const epilogue *e = p->e;
@@ -337,9 +370,9 @@ INLINE void multiply_block(const product *p, const int by_rows, int64_t part, in
                 end.to = out;
                 end.to_row = e->stride;
                 end.narrow = !is_f32(e);
-                kernel(depth, a, a_row, a_step, b, ahead_s, &end);
+                multiply_tile(kernel, depth, chain, a, a_row, a_step, b, ahead_s, tile, end);
             } else {
-                kernel(depth, a, a_row, a_step, b, ahead_s, &end);
+                multiply_tile(kernel, depth, chain, a, a_row, a_step, b, ahead_s, tile, end);
                 finish(e, tile, NR, i, j, m, n);
             }
         }
@@ -384,7 +417,7 @@ KERNEL(matmul) {
                  .shared = c->ptr[6], .M = c->dim[0], .N = c->dim[1], .K = c->dim[2],
                  .by_rows = c->dim[8] != 0, .k_blocks = c->dim[10], .parts = c->tasks * blocks,
                  .in_place = in_place((operand){c->ptr[2], c->dim[3], c->dim[4]}, c->dim[2]),
-                 .plain = is_plain(&e, c->dim[10]), .out_bytes = is_f32(&e) ? 4 : 2, .e = &e};
+                 .plain = is_plain(&e, c->dim[2]), .out_bytes = is_f32(&e) ? 4 : 2, .e = &e};
     if (p.M <= FEW_ROWS) {
         const few_product few = {.a = p.a, .b = p.b, .rows = p.M, .K = p.K, .k_blocks = p.k_blocks};
         const int64_t j = first_line(&p, task);

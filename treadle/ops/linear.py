@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class MatMul(Op):
     bias: [N], float32 beside bfloat16.  residual: y's shape.  into: a buffer of y's shape that y
     is added to, in place.
     Outputs: y [..., N] ([M, N] with transpose_a), and pre (before the activation), for backward.
+    f is taken of pre in its own dtype, as by an Activation after the product.
     The sums are in float32 (float64 where the inputs are). f, residual and into are set by the
     fusion pass, after differentiation; only the bare product and the bias have a gradient here.
     """
@@ -117,6 +118,18 @@ class MatMul(Op):
         if residual is not None:
             y = y + residual
         return (y, pre) if self.activation else (y,)
+
+    def evaluate(
+        self, node: Node, inputs: Sequence[Any], stored: Callable[[np.ndarray, Spec], np.ndarray]
+    ) -> Sequence[np.ndarray]:
+        if self.activation is None:
+            return self.reference(*inputs)
+        a, b, bias, residual, into = (*inputs, None, None, None)[:5]
+        (pre,) = MatMul(self.transpose_a, self.transpose_b).reference(a, b, bias)
+        pre = stored(pre, node.outputs[1].spec)
+        y = activation_reference(self.activation, pre)
+        y = y if residual is None else y + residual
+        return (y if into is None else into + y, pre)
 
     def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
         a, b, bias, residual = (*node.inputs, None, None)[:4]

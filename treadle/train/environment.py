@@ -55,6 +55,6 @@ def read_environment(run_dir: Path) -> dict[str, Any]:
     """What `write_environment` wrote; nothing where it is not there or damaged."""
     try:
         found = json.loads((run_dir / ENVIRONMENT_NAME).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -96,7 +96,7 @@ class RunLock:
         try:
             owner = json.loads(self.path.read_bytes())
             pid, host = int(owner["pid"]), str(owner["host"])
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return f"{run_dir} is in use by another process; wait for it or choose another --out"
         return (
             f"{run_dir} is in use by process {pid} on {one_line(host)}; wait for it, stop it "

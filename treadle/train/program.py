@@ -13,6 +13,7 @@ from treadle.models.base import Model, read_weight, read_weights, shadow
 from treadle.ops.elementwise import copy
 from treadle.ops.optim import accumulate, adamw, clip, sgd
 from treadle.passes.fuse import fuse
+from treadle.passes.recompute import recompute
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,11 @@ def train_graph(
     optimizer: OptimizerSettings,
     build: Callable[[Graph, Value], Value],
     accumulates: bool = False,
+    again: str = "none",
 ) -> None:
     """Graph `micro_first`: the loss that `build` returns, shape (), and d(loss · inv_count) of each
     parameter into `<parameter>.grad`; with `accumulates` also `micro`, which adds to both. `build`
-    is called with the graph and inv_count, the gradient of the loss."""
+    is called with the graph and inv_count, the gradient of the loss. again: what is recomputed."""
     for name in SCALARS:
         program.buffer(name, (), "float32", "scalar")
     program.buffer("loss", (), "float32", "output")
@@ -70,7 +72,7 @@ def train_graph(
                 accumulate(g.read(buffer), value)
             else:
                 g.assign(buffer, copy(value) if value.buffer is not None else value)
-        fuse(g)
+        recompute(fuse(g), again)
 
 
 def add_update(
@@ -121,8 +123,10 @@ def add_training(
     batch: int,
     block_size: int,
     accumulates: bool,
+    again: str = "none",
 ) -> None:
-    """The training graphs of a model on micro-batches of `batch` windows, and `evaluate`."""
+    """The training graphs of a model on micro-batches of `batch` windows, and `evaluate`. again:
+    what the backward pass recomputes, "none", "gelu" or "block"."""
     tokens = program.buffer("tokens", (batch, block_size), "int32", "input")
     targets = program.buffer("targets", (batch, block_size), "int32", "input")
     random = program.buffer("random", (4,), "uint32", "scalar")
@@ -132,7 +136,7 @@ def add_training(
         return model.loss(weights, g.read(tokens), g.read(targets), g.read(random), seed)[0]
 
     names = [p.name for p in model.parameters()]
-    train_graph(program, names, optimizer, loss, accumulates)
+    train_graph(program, names, optimizer, loss, accumulates, again)
     add_update(program, {p.name: p.decays for p in model.parameters()}, optimizer, limited=True)
     add_evaluate(program, model, batch, block_size)
 

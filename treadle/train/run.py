@@ -7,18 +7,20 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from treadle import backends, models
 from treadle.config import (
+    NAMED_TOKENIZERS,
     RESUMABLE_KEYS,
     Config,
     dump_config,
     inherit,
     to_dict,
-    with_values,
+    with_absolute_paths,
 )
 from treadle.data.corpus import Dataset, open_data, unigram_loss
+from treadle.data.tokenizer import Tokenizer
 from treadle.errors import CheckpointError, ConfigError, LockError, MismatchError
 from treadle.interop.base import Imported
 from treadle.models.base import Model
@@ -32,11 +34,12 @@ from treadle.train.report import Report, command_name
 from treadle.train.saver import snapshot_bytes
 from treadle.train.session import Session
 from treadle.train.signals import StopRequest
-from treadle.train.source import absolute_source, adopt, adopted_model, open_source, tokenizer_of
+from treadle.train.source import adopt, adopted_model, open_source, tokenizer_of
 from treadle.train.trainer import Outcome, Trainer
 
 RUN_CONFIG = "run.json"
-FREE_KEYS = [*RESUMABLE_KEYS, "data.path"]  # of data, the digest decides
+# Of data and tokenizers, what is in the files decides, wherever they are.
+FREE_KEYS = [*RESUMABLE_KEYS, "data.path", "data.vocab_path", "data.merges_path"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Request:
 
 def train(request: Request, stream: IO[str] | None = None) -> Outcome:
     """Train as asked; everything written goes to `request.out`. See Trainer.run for the end."""
-    out, config = request.out, absolute_source(request.config)
+    out, config = request.out, with_absolute_paths(request.config)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file, not a directory; choose another --out")
     with StopRequest() as stop, contextlib.ExitStack() as held:
@@ -67,8 +70,6 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
         registry.recover()
         checkpoint, notes = _to_resume(request, registry)
         config, dataset, source = resolve(config, checkpoint)
-        assert config.data.path is not None
-        config = with_values(config, {"data.path": str(Path(config.data.path).absolute())})
         _check_resumable(checkpoint, config, dataset, out)
         steps = config.train.steps or 0
         start = int(checkpoint.state["step"]) if checkpoint and checkpoint.state else 0
@@ -145,7 +146,8 @@ def make_session(config: Config, model: Model, backend: backends.Backend) -> Ses
     assert t.batch_size is not None
     settings = OptimizerSettings(o.name, o.betas, o.eps, o.weight_decay, o.momentum, o.grad_clip)
     return Session(
-        model, backend, settings, t.batch_size, config.window, t.grad_accum, t.seed, t.precision
+        *(model, backend, settings, t.batch_size, config.window, t.grad_accum, t.seed),
+        *(t.precision, t.recompute),
     )
 
 
@@ -188,7 +190,14 @@ def _check_given(config: Config, saved: Config) -> None:
         given.get("data", {}).pop("tokenizer", None)
     old = to_dict(saved)
     new = {section: values | given.get(section, {}) for section, values in old.items()}
-    check_config_match(old, new, FREE_KEYS)
+    check_config_match(_placeless(old), _placeless(new), FREE_KEYS)
+
+
+def _placeless(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The values with one word for every path of a tokenizer."""
+    kind = sections["data"]["tokenizer"]
+    kind = kind if kind in NAMED_TOKENIZERS else "a file"
+    return sections | {"data": sections["data"] | {"tokenizer": kind}}
 
 
 def _check_resumable(
@@ -200,7 +209,13 @@ def _check_resumable(
         return
     # Through Config, so that keys which a checkpoint is too old to have get their defaults.
     saved = to_dict(Config(**checkpoint.state["config"]))
-    check_config_match(saved, to_dict(config), FREE_KEYS)
+    check_config_match(_placeless(saved), _placeless(to_dict(config)), FREE_KEYS)
+    now, then = dataset.tokenizer, checkpoint.tokenizer_json
+    if now and then and now.to_json() != Tokenizer.load(then.encode()).to_json():
+        raise MismatchError(
+            f"{config.data.path}: its tokenizer is not that of {checkpoint.path}; restore it, or "
+            f"start another run with --out {shlex.quote(f'{out}2')}"
+        )
     if checkpoint.state["data"] != dataset.digest():
         raise MismatchError(
             f"the data at {config.data.path} are not those that {checkpoint.path} was trained "

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from treadle.backends.base import Backend, Executable
+from treadle.backends.cpu import physical_memory
 from treadle.data.sampler import IGNORE
+from treadle.errors import BackendError
 from treadle.generate import add_next_token, write_weight
 from treadle.graph.op import Cost
-from treadle.graph.program import Program
+from treadle.graph.plan import Plan, plan
+from treadle.graph.program import Memory, Program, memory
 from treadle.models.base import Model, declare
 from treadle.train.program import LOSS_LIMIT, OptimizerSettings, add_training
 
@@ -43,7 +46,8 @@ class Session:
     """See the module. batch_size: windows of an optimizer step, a multiple of grad_accum.
 
     precision: "fp32", or "bf16" for bfloat16 activations and matrix operands; master weights,
-    moments, weight gradients, statistics and losses stay float32.
+    moments, weight gradients, statistics and losses stay float32. recompute: what is computed again
+    in the backward pass instead of being kept, "none", "gelu" or "block".
     """
 
     def __init__(
@@ -56,14 +60,19 @@ class Session:
         grad_accum: int = 1,
         seed: int = 0,
         precision: str = "fp32",
+        recompute: str = "none",
     ) -> None:
         self.model, self.backend, self.optimizer = model, backend, optimizer
         self.block_size, self.seed = block_size, seed
         self.micro_batch, self.grad_accum = batch_size // grad_accum, grad_accum
-        self.program = build_program(
-            model, optimizer, self.micro_batch, block_size, grad_accum > 1, precision
-        )
+        _refuse_too_large(model)
+        self.precision = precision
+        self.program = self._build(recompute)
         self.executable = backend.load(self.program)
+
+    def _build(self, recompute: str) -> Program:
+        sizes = self.micro_batch, self.block_size, self.grad_accum > 1
+        return build_program(self.model, self.optimizer, *sizes, self.precision, recompute)
 
     # ---------------------------------------------------------------- state
 
@@ -144,9 +153,17 @@ class Session:
             loss / count, float(run.read("norm")), bool(run.read("ok")), loss > float(limit)
         )
 
+    def planned(self, recompute: str) -> tuple[Memory, Cost]:
+        """Peak memory and the cost of a step, were it to recompute that; nothing is loaded."""
+        program = self._build(recompute)
+        plans = {name: plan(graph, self.backend.target) for name, graph in program.graphs.items()}
+        return memory(program, plans, self.executable.threads), self._cost(plans)
+
     def cost(self) -> Cost:
         """FLOPs and bytes of one optimizer step."""
-        plans = self.executable.plans
+        return self._cost(self.executable.plans)
+
+    def _cost(self, plans: Mapping[str, Plan]) -> Cost:
         graphs = ["micro_first", *["micro"] * (self.grad_accum - 1), "update"]
         costs = [plans[name].cost for name in graphs]
         return Cost(sum(c.flops for c in costs), sum(c.nbytes for c in costs))
@@ -168,6 +185,18 @@ def evaluate(executable: Executable, batches: Batches) -> float:
     return total / count if count else float("nan")
 
 
+def _refuse_too_large(model: Model) -> None:
+    """BackendError before a graph is built for weights and gradients that no plan makes fit."""
+    count = model.n_parameters()
+    needed, there = 2 * 4 * count, physical_memory()
+    if needed > there:
+        raise BackendError(
+            f"out of memory: weights and gradients of {count:,} parameters need "
+            f"{needed / 2**30:,.1f} GiB, and the machine has {there / 2**30:,.1f}; make the model "
+            "smaller"
+        )
+
+
 def build_program(
     model: Model,
     optimizer: OptimizerSettings,
@@ -175,10 +204,11 @@ def build_program(
     block_size: int,
     accumulates: bool,
     precision: str = "fp32",
+    recompute: str = "none",
 ) -> Program:
     """The whole program of a training run."""
     program = Program()
     declare(program, model, precision)
-    add_training(program, model, optimizer, micro_batch, block_size, accumulates)
+    add_training(program, model, optimizer, micro_batch, block_size, accumulates, recompute)
     add_next_token(program, model)
     return program

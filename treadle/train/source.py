@@ -13,6 +13,7 @@ import numpy as np
 from treadle import models
 from treadle.config import (
     FINE_TUNING_LR,
+    HUB_PREFIX,
     MODEL_TOKENIZER,
     Config,
     ModelConfig,
@@ -25,7 +26,7 @@ from treadle.errors import ConfigError
 from treadle.interop.base import Imported
 from treadle.interop.formats import READERS
 from treadle.interop.hf import is_hf, read_hf
-from treadle.interop.hub import HUB_PREFIX, download
+from treadle.interop.hub import download
 from treadle.models.base import Model
 from treadle.train.checkpoint import STATE_NAME, Checkpoint, load_checkpoint, save_checkpoint
 from treadle.train.registry import find_checkpoint
@@ -81,14 +82,6 @@ def new_place(path: Path) -> None:
     """ConfigError where something is there already: nothing is overwritten."""
     if path.exists():
         raise ConfigError(f"{path} is there already; choose another --out, or delete it first")
-
-
-def absolute_source(config: Config) -> Config:
-    """The configuration with a path in train.init_from made absolute."""
-    source = config.train.init_from
-    if source is None or source.startswith(HUB_PREFIX):
-        return config
-    return with_values(config, {"train.init_from": str(Path(source).absolute())})
 
 
 def adopt(config: Config, source: Imported) -> Config:
