@@ -44,3 +44,6 @@ SMALL = {
     "gpt2 in shards": Small(_gpt2(), options={"max_shard_size": "20KB"}),
     "gpt2 without its head": Small(_gpt2(), body_only=True),
 }
+
+# Those of which tests/fixtures holds the numbers.
+STORED = {"gpt2": Small(_gpt2(n_positions=12, n_embd=12, n_head=2))}
