@@ -17,7 +17,7 @@ from runs import metrics, succeed, write_text
 from treadle.api import load_data
 from treadle.backends.numpy import NumpyBackend
 from treadle.data.sampler import Sampler
-from treadle.generate import next_logits
+from treadle.generate import Decoder
 from treadle.models.gpt2 import GPT2
 from treadle.train.session import Session
 
@@ -90,5 +90,5 @@ def test_gradients_and_logits_are_equal_in_float64(gpt2: ModuleType) -> None:
         found = session.executable.read(f"{name}.grad")
         np.testing.assert_allclose(found, grad, rtol=1e-6, atol=1e-9, err_msg=name)
     logits = gpt2.predict(params, config, tokens[:1, :9])[0][0, -1]
-    found = next_logits(session.executable, 24, tokens[0, :9].tolist())
+    (found,) = Decoder(session.executable, 24).logits([tokens[0, :9].tolist()])
     np.testing.assert_allclose(found, logits, rtol=0, atol=1e-12)

@@ -13,7 +13,7 @@ from treadle.backends.base import Backend
 from treadle.backends.numpy import NumpyBackend
 from treadle.data.sampler import IGNORE, Sampler
 from treadle.errors import CheckpointError, ConfigError
-from treadle.generate import next_logits
+from treadle.generate import Decoder
 from treadle.models import build, from_hf_config
 from treadle.models.gpt2 import GPT2
 from treadle.train.program import OptimizerSettings
@@ -175,12 +175,14 @@ def test_sizes_that_cannot_be(sizes: dict[str, int], message: str) -> None:
 def test_the_future_is_hidden() -> None:
     run = session(SMALL, fastest(), 1).executable
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
-    logits = next_logits(run, 24, ids)
-    # What follows the position in the graph's input is whatever was there before.
-    run.write("prompt_16", np.full((1, 16), 7))
-    np.testing.assert_array_equal(next_logits(run, 24, ids), logits)
-    assert np.abs(next_logits(run, 24, [*ids[:-1], 7]) - logits).max() > 1e-4
-    assert np.abs(next_logits(run, 24, [7, *ids[1:]]) - logits).max() > 1e-5
+    decoder = Decoder(run, 24)
+    logits = decoder.logits([ids])
+    for filling in (0, 7):
+        run.write("prompt_16", [ids + [filling] * 8])
+        run.run("prefill_16")
+        np.testing.assert_array_equal(run.read("logits"), logits)
+    assert np.abs(decoder.logits([[*ids[:-1], 7]]) - logits).max() > 1e-4
+    assert np.abs(decoder.logits([[7, *ids[1:]]]) - logits).max() > 1e-5
 
 
 def test_logits_do_not_depend_on_the_length_of_the_graph() -> None:
@@ -191,7 +193,7 @@ def test_logits_do_not_depend_on_the_length_of_the_graph() -> None:
         targets = np.full((1, 24), IGNORE)
         targets[0, n - 1] = 5
         loss = run.evaluate([(ids[None], targets, 1)])
-        logits = next_logits(run.executable, 24, ids[:n].tolist())
+        (logits,) = Decoder(run.executable, 24).logits([ids[:n].tolist()])
         assert np.log(np.exp(logits).sum()) - logits[5] == pytest.approx(loss, abs=1e-12)
 
 

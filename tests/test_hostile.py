@@ -359,6 +359,8 @@ def test_a_tokenizer_with_an_id_beyond_reason() -> None:
 
 # ---------------------------------------------------------------- whatever else
 
+CONFIG_KEYS = sorted({key for values in CONFIGS.values() for key in values} | {"treadle"})
+
 FILES = ["config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json"]
 
 
@@ -394,9 +396,7 @@ def test_damage_of_any_kind(tmp_path_factory: pytest.TempPathFactory, name: str,
 @MUCH
 @given(
     values=st.dictionaries(
-        st.sampled_from(
-            ["vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "resid_pdrop", "treadle", "tie_word_embeddings", "model_type", "layer_norm_epsilon", "activation_function"]
-        ),
+        st.sampled_from(CONFIG_KEYS),
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
         | st.lists(st.integers(), max_size=2) | st.dictionaries(st.text(max_size=3), st.none()),
         min_size=1,

@@ -244,8 +244,8 @@ def test_fine_tuning(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Sizes and tokenizer come from the model; windows may be shorter than its context."""
     monkeypatch.chdir(tmp_path)
     text, out = write_text(tmp_path / "text.txt"), tmp_path / "tuned"
-    command = ("train", "--data", text, "--init-from", "gpt2", "--out", out, "--steps", 6,
-               "--batch-size", 4, "--set", "train.window=5", "--set", "train.eval_every=3")  # fmt: skip
+    command = ("train", "--data", text, "--init-from", "gpt2", "--out", out, "--steps", 6)
+    command += ("--batch-size", 4, "--set", "train.window=5", "--set", "train.eval_every=3")
     said = succeed(*command, "--run-steps", 3)
     assert "starting from the weights" in said and "20 tokens" in said
     config = json.loads((out / "run.json").read_text())

@@ -27,7 +27,6 @@ from runs import (
     write_text,
 )
 from treadle.data.shards import write_tokens
-from treadle.generate import next_logits
 from treadle.train.curves import points, smoothed, thinned, ticks
 from treadle.train.report import Report
 from treadle.train.samples import append_sample, cut_samples, read_samples
@@ -77,9 +76,10 @@ def test_eval_is_exact_to_the_last_window(twin: Path, tmp_path: Path, batch_size
     ids = [int(i) for i in model.tokenizer.encode(short.read_text())]
     block, nats = model.model.block_size, 0.0
     assert (len(ids) - 1) % block not in (0, block - 1)
+    decoder = model._decoder_of(1, "fp32")
     for at in range(1, len(ids)):
         window = ids[(at - 1) // block * block : at]
-        logits = next_logits(model._executable(), block, window).astype(np.float64)
+        logits = decoder.logits([window])[0].astype(np.float64)
         nats += float(np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[ids[at]])
     flags = ("--split", "all", "--batch-size", batch_size, "--device", "numpy")
     found = rows_of(succeed("eval", twin, "--data", short, *flags))

@@ -6,10 +6,10 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import numpy as np
 
@@ -17,13 +17,20 @@ from treadle import backends
 from treadle.config import Config, with_values
 from treadle.data.corpus import Dataset, open_data
 from treadle.data.sampler import Sampler, eval_windows
-from treadle.data.tokenizer import TextStream, Tokenizer
+from treadle.data.tokenizer import Tokenizer
 from treadle.errors import ConfigError, NonFiniteError, TokenizerError
-from treadle.generate import Sampling, add_next_token, generate_ids, start_ids
+from treadle.generate import (
+    Decoder,
+    Sampling,
+    add_generation,
+    start_ids,
+    write_texts,
+    write_weight,
+)
 from treadle.graph.op import Graph
 from treadle.graph.program import Program
 from treadle.graph.value import Value
-from treadle.models.base import Model, declare
+from treadle.models.base import PRECISIONS, Model, declare
 from treadle.ops.loss import mean
 from treadle.train.program import (
     SCALARS,
@@ -38,6 +45,8 @@ from treadle.train.session import Batches, Session, evaluate
 from treadle.train.source import given_tokenizer, open_source, save_model
 
 PathLike = str | os.PathLike[str]
+# Prompts that are read and written together: as many as a matrix product takes in one pass.
+BATCH_SIZE = 8
 
 # ---------------------------------------------------------------- language models
 
@@ -73,7 +82,8 @@ class LanguageModel:
         self.backend, _ = backends.select(device, threads)
         self.weights = dict(weights or {p.name: p.initial(seed) for p in model.parameters()})
         self.notes: list[str] = []
-        self._decoder: Any = None
+        self._decoder: Decoder | None = None
+        self._decoding = (0, "")  # its batch and precision
 
     def __repr__(self) -> str:
         words = self.tokenizer.kind if self.tokenizer else "no"
@@ -159,59 +169,106 @@ class LanguageModel:
         executable.close()
         return value
 
-    def generate(self, prompt: str = "", tokens: int = 200, **sampling: Any) -> str:
-        """The prompt and what the model writes after it. sampling: see generate.Sampling."""
-        return prompt + "".join(self.stream(prompt, tokens, Sampling(**sampling)))
+    @overload
+    def generate(self, prompt: str = "", tokens: int = 200, **options: Any) -> str: ...
+
+    @overload
+    def generate(self, prompt: Sequence[str], tokens: int = 200, **options: Any) -> list[str]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] = "",
+        tokens: int = 200,
+        stop: str | Sequence[str] = (),
+        precision: str = "fp32",
+        batch_size: int = BATCH_SIZE,
+        notice: Callable[[str], object] | None = None,
+        **sampling: Any,
+    ) -> str | list[str]:
+        """The prompt and what the model writes after it; a list of them for several prompts.
+
+        Each of several prompts gets the text that it gets alone, the i-th, counted from 0, with
+        seed + i: equal prompts get different texts. batch_size: prompts that are computed
+        together. stop, precision, notice: see stream. sampling: see generate.Sampling.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        texts: list[str] = []
+        first = Sampling(**sampling)
+        size = max(1, min(batch_size, len(prompts)))
+        for at in range(0, len(prompts), size):
+            part = prompts[at : at + size]
+            drawn = [replace(first, seed=first.seed + at + i) for i in range(len(part))]
+            pieces = self._write(part, tokens, drawn, stop, precision, size, notice)
+            texts += ["".join(written) for written in zip(part, *pieces, strict=True)]
+        return texts[0] if isinstance(prompt, str) else texts
 
     def stream(
         self,
         prompt: str,
         tokens: int,
         sampling: Sampling,
-        notice: Callable[[str], None] | None = None,
+        notice: Callable[[str], object] | None = None,
+        stop: str | Sequence[str] = (),
+        precision: str = "fp32",
     ) -> Iterator[str]:
         """Text as it is written. notice gets a line when the context starts to slide.
 
+        stop: strings before which the text ends. precision: "fp32", or "bf16" for bfloat16
+        matrices, embeddings, activations and cache, which take half the memory and time.
         TokenizerError, at once, for a prompt that the tokenizer or the model cannot take.
         """
+        pieces = self._write([prompt], tokens, [sampling], stop, precision, 1, notice)
+        return (piece for (piece,) in pieces)
+
+    def _write(
+        self,
+        prompts: Sequence[str],
+        tokens: int,
+        sampling: Sequence[Sampling],
+        stop: str | Sequence[str],
+        precision: str,
+        batch: int,
+        notice: Callable[[str], object] | None = None,
+    ) -> Iterator[list[str]]:
+        """Pieces of what follows up to `batch` prompts."""
+        if precision not in PRECISIONS:
+            raise ConfigError(f"precision must be {' or '.join(PRECISIONS)}, got {precision!r}")
         if self.tokenizer is None:
             raise TokenizerError(
                 "this model has no tokenizer; give one with --tokenizer FILE, or --vocab and "
                 "--merges"
             )
-        ids = [int(i) for i in self.tokenizer.encode(prompt)] or start_ids(self.tokenizer)
-        if max(ids) >= self.model.vocab_size:
-            raise TokenizerError(
-                f"the prompt has token id {max(ids)}, but the model's vocabulary has "
-                f"{self.model.vocab_size} ids; the tokenizer belongs to another model"
-            )
+        ids = [self._ids(prompt, self.tokenizer) for prompt in prompts]
         block = self.model.block_size
 
         def sliding() -> None:
             if notice is not None:
                 notice(f"the text is longer than the context: the last {block} tokens count")
 
-        new = generate_ids(
-            self._executable(), block, ids, tokens, sampling,
-            self.tokenizer.eos_id, sliding, self.tokenizer.vocab_size,
-        )  # fmt: skip
-        return self._decoded(new, self.tokenizer.stream())
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        decoder = self._decoder_of(batch, precision)
+        return write_texts(decoder, self.tokenizer, ids, tokens, sampling, stops, sliding)
 
-    def _decoded(self, ids: Iterator[int], stream: TextStream) -> Iterator[str]:
-        for token in ids:
-            if piece := stream.push(token):
-                yield piece
-        if piece := stream.finish():
-            yield piece
+    def _ids(self, prompt: str, tokenizer: Tokenizer) -> list[int]:
+        ids = [int(i) for i in tokenizer.encode(prompt)] or start_ids(tokenizer)
+        if max(ids) >= self.model.vocab_size:
+            raise TokenizerError(
+                f"the prompt has token id {max(ids)}, but the model's vocabulary has "
+                f"{self.model.vocab_size} ids; the tokenizer belongs to another model"
+            )
+        return ids
 
-    def _executable(self) -> Any:
-        if self._decoder is None:
+    def _decoder_of(self, batch: int, precision: str) -> Decoder:
+        """The decoder for so many texts at a time; the one of the last call, if it fits."""
+        if self._decoder is None or self._decoding != (batch, precision):
             program = Program()
-            declare(program, self.model)
-            add_next_token(program, self.model)
-            self._decoder = self.backend.load(program)
+            declare(program, self.model, precision, masters=False)
+            add_generation(program, self.model, batch)
+            executable = self.backend.load(program)
             for name, array in self.weights.items():
-                self._decoder.write(name, array)
+                write_weight(executable, name, array)
+            self._decoder = Decoder(executable, self.model.block_size)
+            self._decoding = (batch, precision)
         return self._decoder
 
     def save(self, directory: PathLike) -> None:

@@ -16,6 +16,7 @@ from treadle.graph.op import Cast, Fill, Op, Sum
 from treadle.graph.value import Spec
 from treadle.ops import elementwise, loss, norm, optim, random
 from treadle.ops.attention import Attention, AttentionGrad
+from treadle.ops.cached_attention import CachedAttention
 from treadle.ops.classifier import (
     LinearCrossEntropy,
     LinearCrossEntropyInto,
@@ -246,6 +247,8 @@ def _embedding() -> list[Case]:
             into = Input(tables[0], "float32")
             rows.append(Case(op, [tokens, tables[0]], gradient=True, note=note))
             rows.append(Case(op, [tokens, *tables], gradient=True, note=note))
+            start = Input((batch,), "int32", integers(-1, 4))
+            rows.append(Case(op, [tokens, *tables, start], note=f" start{note}"))
             rows.append(Case(grad, [tokens, y], note=note))
             rows.append(Case(grad, [tokens, y, into], note=note))
         rows.append(Case(PositionGrad(time), [y]))
@@ -253,6 +256,8 @@ def _embedding() -> list[Case]:
         for at in (-1, 0, time // 2, time):
             index = Input((), "int32", constant(at))
             rows.append(Case(SelectRow(), [y, index], note=f" {at}"))
+        index = Input((batch,), "int32", integers(-1, time + 1))
+        rows.append(Case(SelectRow(), [y, index], note=" each"))
     many = Input((2, 4099), "int32", integers(0, 50257))
     rows.append(Case(EmbeddingGrad(50257), [many, (2, 4099, 3)]))
     return rows
@@ -371,6 +376,36 @@ def _attention() -> list[Case]:
     return rows
 
 
+def _cached_attention() -> list[Case]:
+    rows = []
+    sizes = (  # B, T, H, K, D, S
+        (1, 1, 1, 1, 1, 1),
+        (3, 1, 4, 2, 33, 31),
+        (2, 5, 2, 1, 3, 70),
+        (2, 1, 3, 3, 64, 700),
+        (1, 4, 4, 1, 80, 530),
+        (2, 33, 2, 1, 16, 300),
+        (1, 130, 3, 3, 24, 517),
+        (5, 67, 2, 2, 7, 67),
+        (1, 1, 1, 1, 5, 9001),
+        (1, 5, 4, 1, 3, 9001),
+    )
+    for b, t, h, k, d, s in sizes:
+        cache = (b, k, s, d)
+        scores = ((None, None), (1, None), (40, 0.7), (300, 50.0))
+        for first, (window, softcap) in zip(
+            (0, (s - t) // 2, s - t, s - t // 2), scores, strict=True
+        ):
+            starts = Input((b,), "int32", constant([max(0, first - i) for i in range(b)]))
+            op = CachedAttention(h, None, window, softcap)
+            note = f" heads {h}/{k} at {first} window {window} cap {softcap}"
+            rows.append(Case(op, [(b, t, (h + 2 * k) * d), cache, cache, starts], note=note))
+            rows.append(
+                Case(CachedAttention(h), rows[-1].inputs, note=f" heads {h}/{k} at {first}")
+            )
+    return rows
+
+
 def all_cases() -> list[Case]:
     """Every row, family by family."""
     return [
@@ -384,4 +419,5 @@ def all_cases() -> list[Case]:
         *_loss(),
         *_classifier(),
         *_attention(),
+        *_cached_attention(),
     ]

@@ -12,9 +12,10 @@ import numpy as np
 
 from treadle.graph.op import Graph
 from treadle.graph.program import Program
-from treadle.graph.value import Shape, Value
+from treadle.graph.value import Shape, Value, wide
+from treadle.models.cache import Cache
 from treadle.ops.classifier import linear_cross_entropy
-from treadle.ops.linear import linear
+from treadle.ops.linear import matmul
 from treadle.ops.random import normal, stream_of
 
 Weights = Mapping[str, Value]
@@ -63,10 +64,18 @@ class Model(ABC):
         """All weights, in the order in which checkpoints list them."""
 
     @abstractmethod
-    def hidden(self, w: Weights, tokens: Value, random: Value | None = None) -> Value:
+    def hidden(
+        self,
+        w: Weights,
+        tokens: Value,
+        random: Value | None = None,
+        cache: Cache | None = None,
+    ) -> Value:
         """Tokens int32 [B, T] to the last layer's normalised output [B, T, C].
 
         random: the uint32[4] buffer that dropout reads; None leaves dropout out.
+        cache: where a text is written, what takes attention's place: `cache.attend(layer, qkv, …)`.
+        The tokens then stand at the positions cache.start[b] + t; without it, at t.
         """
 
     @abstractmethod
@@ -86,8 +95,8 @@ class Model(ABC):
         """Weights from a checkpoint's tensors; CheckpointError where one does not fit."""
 
     def logits(self, w: Weights, hidden: Value) -> Value:
-        """[..., C] to [..., V]."""
-        return linear(hidden, self.head(w), transpose_weight=True)
+        """[..., C] to [..., V], float32 where hidden is bfloat16: rounded, many would be equal."""
+        return matmul(hidden, self.head(w), transpose_b=True, dtype=wide(hidden.dtype))
 
     def loss(
         self,
@@ -119,21 +128,25 @@ def shadow(name: str) -> str:
     return f"{name}.bf16"
 
 
-def declare(program: Program, model: Model, precision: str = "fp32") -> None:
+def declare(program: Program, model: Model, precision: str = "fp32", masters: bool = True) -> None:
     """Declare the model's weights as buffers of a program.
 
     The master weights are float32. With precision "bf16" matrices and embeddings also have a
-    bfloat16 copy, which the forward and backward passes read and the update keeps equal.
+    bfloat16 copy, which the forward and backward passes read and the update keeps equal; they have
+    nothing else without `masters`, where nothing is trained.
     """
     for p in model.parameters():
-        program.buffer(p.name, p.shape, "float32", "weight")
-        if precision == "bf16" and len(p.shape) >= 2:
+        copied = precision == "bf16" and len(p.shape) >= 2
+        if masters or not copied:
+            program.buffer(p.name, p.shape, "float32", "weight")
+        if copied:
             program.buffer(shadow(p.name), p.shape, "bfloat16", "shadow")
 
 
 def read_weight(program: Program, graph: Graph, name: str) -> Value:
     """A weight as a graph computes with it: the bfloat16 copy where there is one."""
-    return graph.read(program.buffers.get(shadow(name), program.buffers[name]))
+    copied = shadow(name)
+    return graph.read(program.buffers[copied if copied in program.buffers else name])
 
 
 def read_weights(program: Program, graph: Graph, model: Model) -> dict[str, Value]:

@@ -15,6 +15,7 @@ from treadle.errors import CheckpointError, ConfigError
 from treadle.files import one_line
 from treadle.graph.value import Value
 from treadle.models.base import Model, Parameter, Weights
+from treadle.models.cache import Cache
 from treadle.ops.attention import attention
 from treadle.ops.elementwise import add
 from treadle.ops.embedding import embedding
@@ -93,25 +94,33 @@ class GPT2(Model):
 
     # ---------------------------------------------------------------- graph
 
-    def hidden(self, w: Weights, tokens: Value, random: Value | None = None) -> Value:
+    def hidden(
+        self,
+        w: Weights,
+        tokens: Value,
+        random: Value | None = None,
+        cache: Cache | None = None,
+    ) -> Value:
         g = tokens.graph
-        x = embedding(tokens, w["transformer.wte.weight"], w["transformer.wpe.weight"])
+        start = None if cache is None else cache.start
+        x = embedding(tokens, w["transformer.wte.weight"], w["transformer.wpe.weight"], start)
         x = self._drop(x, random, "embd")
         for i in range(self.n_layer):
             with g.scope(f"h.{i}"):
-                x = self._block(w, x, random, f"transformer.h.{i}")
+                x = self._block(w, x, random, cache, i)
         return self._norm(w, x, "transformer.ln_f")
 
-    def _block(self, w: Weights, x: Value, random: Value | None, h: str) -> Value:
+    def _block(
+        self, w: Weights, x: Value, random: Value | None, cache: Cache | None, layer: int
+    ) -> Value:
         """x + attention(norm(x)), then x + mlp(norm(x)): [B, T, C] to [B, T, C]."""
+        h = f"transformer.h.{layer}"
         a = self._linear(w, self._norm(w, x, f"{h}.ln_1"), f"{h}.attn.c_attn")
-        a = attention(
-            a,
-            self.n_head,
-            dropout=self.dropout if random is not None else 0.0,
-            random=random,
-            name=f"{h}.attn",
-        )
+        if cache is not None:
+            a = cache.attend(layer, a, self.n_head, name=f"{h}.attn")
+        else:
+            dropped = self.dropout if random is not None else 0.0
+            a = attention(a, self.n_head, dropout=dropped, random=random, name=f"{h}.attn")
         a = self._linear(w, a, f"{h}.attn.c_proj")
         x = add(x, self._drop(a, random, f"{h}.attn.resid"))
         m = self._linear(w, self._norm(w, x, f"{h}.ln_2"), f"{h}.mlp.c_fc", activation="gelu")

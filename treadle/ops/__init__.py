@@ -2,6 +2,7 @@
 
 from treadle.graph.op import cast, zeros
 from treadle.ops.attention import attention
+from treadle.ops.cached_attention import cached_attention
 from treadle.ops.classifier import linear_cross_entropy
 from treadle.ops.elementwise import (
     activation,
@@ -29,6 +30,7 @@ __all__ = [
     "adamw",
     "add",
     "attention",
+    "cached_attention",
     "cast",
     "clip",
     "copy",

@@ -15,18 +15,21 @@ INLINE void sum_rows(T *y, const T *a, const T *b, int64_t n) {
     if (j < n) vstoren(y + j, vloadn(a + j, n - j) + vloadn(b + j, n - j), n - j);
 }
 
-/* y; tokens, wte, wpe|NULL; dims rows (B*T), T, channels, vocabulary, rows of a task. */
+/* y; tokens, wte, wpe|NULL, start|NULL; dims rows (B*T), T, channels, vocabulary, rows of a task,
+   positions. */
 KERNEL(embedding_forward) {
     T *y = c->ptr[0];
     const int32_t *tokens = c->ptr[1];
     const T *wte = c->ptr[2], *wpe = c->ptr[3];
+    const int32_t *start = c->ptr[4];
     const int64_t rows = c->dim[0], time = c->dim[1], channels = c->dim[2], vocabulary = c->dim[3];
     const int64_t height = c->dim[4], end = (task + 1) * height < rows ? (task + 1) * height : rows;
     const size_t bytes = (size_t)channels * sizeof(T);
     for (int64_t i = task * height; i < end; i++) {
         T *yi = y + i * channels;
         const T *token = is_known(tokens[i], vocabulary) ? wte + tokens[i] * channels : NULL;
-        const T *position = wpe ? wpe + i % time * channels : NULL;
+        const int64_t at = i % time + (start ? start[i / time] : 0), last = c->dim[5] - 1;
+        const T *position = wpe ? wpe + (at < 0 ? 0 : at < last ? at : last) * channels : NULL;
         if (token && position) {
             sum_rows(yi, token, position, channels);
         } else if (token || position) {
@@ -174,10 +177,10 @@ KERNEL(position_backward) {
 
 /* ---- one position ------------------------------------------------------------------------------- */
 
-/* y; x, index; dims T, channels. Task = batch row. */
+/* y; x, index; dims T, channels, whether rows have an index each. Task = batch row. */
 KERNEL(select_row) {
     const int64_t time = c->dim[0], channels = c->dim[1];
-    int64_t t = *(const int32_t *)c->ptr[2];
+    int64_t t = ((const int32_t *)c->ptr[2])[c->dim[2] ? task : 0];
     t = t < 0 ? 0 : t < time ? t : time - 1;
     const T *x = (const T *)c->ptr[1] + (task * time + t) * channels;
     memcpy((T *)c->ptr[0] + task * channels, x, (size_t)channels * sizeof(T));

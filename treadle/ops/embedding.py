@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from treadle.errors import DTypeError
+from treadle.errors import DTypeError, GraphError
 from treadle.graph.op import (
     BLOCK,
     Cost,
@@ -44,15 +44,19 @@ def _known(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Embedding(Op):
-    """y[b, t] = wte[tokens[b, t]] + wpe[t].
+    """y[b, t] = wte[tokens[b, t]] + wpe[start[b] + t].
 
-    tokens int32 [B, T]; wte [V, C]; wpe [P, C] with P ≥ T, or absent. y [B, T, C], of wte's dtype.
-    A token outside 0 … V-1 reads nothing: its row of wte counts as zeros.
+    tokens int32 [B, T]; wte [V, C]; wpe [P, C] with P ≥ T, or absent; start int32 [B], read at run
+    time, or absent for zeros. y [B, T, C], of wte's dtype.
+    A token outside 0 … V-1 reads nothing: its row of wte counts as zeros. A position outside
+    0 … P-1 counts as the nearest one inside.
     """
 
     name: ClassVar[str] = "embedding"
 
-    def infer(self, tokens: Spec, wte: Spec, wpe: Spec | None = None) -> Sequence[Spec]:
+    def infer(
+        self, tokens: Spec, wte: Spec, wpe: Spec | None = None, start: Spec | None = None
+    ) -> Sequence[Spec]:
         _expect_int("embedding", "tokens", tokens)
         expect_float("embedding", wte, wpe)
         expect(len(tokens.shape) == 2, "embedding", "tokens [B, T]", list(tokens.shape))
@@ -67,19 +71,34 @@ class Embedding(Op):
                 "shorten the windows or enlarge block_size",
             )
             expect_same("embedding", Spec((), wte.dtype), Spec((), wpe.dtype))
+        if start is not None:
+            _expect_int("embedding", "start", start)
+            expect(wpe is not None, "embedding", "wpe beside start", "none")
+            want = [tokens.shape[0]]
+            expect(list(start.shape) == want, "embedding", f"start {want}", list(start.shape))
         return (Spec((*tokens.shape, wte.shape[1]), wte.dtype),)
 
     def reference(
-        self, tokens: np.ndarray, wte: np.ndarray, wpe: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        wte: np.ndarray,
+        wpe: np.ndarray | None = None,
+        start: np.ndarray | None = None,
     ) -> Sequence[np.ndarray]:
         y = np.zeros((*tokens.shape, wte.shape[1]), wte.dtype)
         known = _known(tokens, wte.shape[0])
         y[known] = wte[tokens[known]]
-        return (y if wpe is None else y + wpe[: tokens.shape[1]],)
+        if wpe is None:
+            return (y,)
+        first = np.zeros(1, np.int64) if start is None else start
+        positions = first[:, None] + np.arange(tokens.shape[1])
+        return (y + wpe[np.clip(positions, 0, wpe.shape[0] - 1)],)
 
     def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
-        tokens, wte, wpe = (*node.inputs, None)[:3]
+        tokens, wte, wpe, start = (*node.inputs, None, None)[:4]
         (dy,) = dys
+        if start is not None:
+            raise GraphError("[embedding] has no gradient with start; train without a cache")
         graph = dy.graph
         dwte = dwpe = None
         if needs[1]:
@@ -94,16 +113,19 @@ class Embedding(Op):
         return Cost(0 if wpe is None else y.size, (2 if wpe is None else 3) * y.nbytes)
 
     def lower(self, backend: str, node: Node) -> Sequence[Launch]:
-        (tokens, wte, wpe), y = (*node.inputs, None)[:3], node.outputs[0]
+        (tokens, wte, wpe, start), y = (*node.inputs, None, None)[:4], node.outputs[0]
         assert tokens is not None and wte is not None
         height = max(1, BLOCK // y.shape[2])
         rows = tokens.size
         return [
             Launch(
                 suffixed("embedding_forward", y.dtype),
-                [y, tokens, wte, wpe],
+                [y, tokens, wte, wpe, start],
                 1,
-                [rows, y.shape[1], y.shape[2], wte.shape[0], height],
+                [
+                    *(rows, y.shape[1], y.shape[2], wte.shape[0], height),
+                    0 if wpe is None else wpe.shape[0],
+                ],
                 tasks=blocks(rows, height),
             )
         ]
@@ -227,7 +249,8 @@ class PositionGrad(Op):
 
 @dataclass(frozen=True)
 class SelectRow(Op):
-    """y[b] = x[b, index]: x [B, T, C], index int32 of shape (), read at run time; y [B, C].
+    """y[b] = x[b, index[b]]: x [B, T, C], index int32 [B] or, the same for all rows, of shape (),
+    read at run time; y [B, C].
 
     An index outside 0 … T-1 counts as the nearest one inside.
     """
@@ -238,39 +261,44 @@ class SelectRow(Op):
         expect_float("select_row", x)
         _expect_int("select_row", "an index", index)
         expect(len(x.shape) == 3 and x.shape[1] > 0, "select_row", "x [B, T, C]", list(x.shape))
-        expect(index.shape == (), "select_row", "an index of shape ()", list(index.shape))
+        fits = index.shape in ((), x.shape[:1])
+        expect(fits, "select_row", f"an index of shape () or {[x.shape[0]]}", list(index.shape))
         return (Spec((x.shape[0], x.shape[2]), x.dtype),)
 
     def reference(self, x: np.ndarray, index: np.ndarray) -> Sequence[np.ndarray]:
-        return (x[:, np.clip(index, 0, x.shape[1] - 1)],)
+        return (x[np.arange(x.shape[0]), np.clip(index, 0, x.shape[1] - 1)],)
 
     def cost(self, node: Node) -> Cost:
         return Cost(0, 2 * node.outputs[0].nbytes)
 
     def lower(self, backend: str, node: Node) -> Sequence[Launch]:
         x, index = node.inputs
-        assert x is not None
+        assert x is not None and index is not None
         return [
             Launch(
                 suffixed("select_row", x.dtype),
                 [node.outputs[0], x, index],
                 1,
-                [x.shape[1], x.shape[2]],
+                [x.shape[1], x.shape[2], len(index.shape)],
                 tasks=x.shape[0],
             )
         ]
 
 
-def embedding(tokens: Value, wte: Value, wpe: Value | None = None) -> Value:
+def embedding(
+    tokens: Value, wte: Value, wpe: Value | None = None, start: Value | None = None
+) -> Value:
     """wte[token] + wpe[position]: tokens int32 [B, T], wte [V, C], wpe [P, C] or None → [B, T, C].
 
+    start: int32 [B], the position of the first token of each row; 0 when None. No gradient with it.
     ShapeError when T exceeds P or shapes do not fit, DTypeError for tokens that are not int32.
     A token outside 0 … V-1 counts as a row of zeros; whoever supplies tokens validates them.
     """
-    inputs = (tokens, wte) if wpe is None else (tokens, wte, wpe)
+    inputs = [v for v in (tokens, wte, wpe, start) if v is not None]
     return wte.graph.apply(Embedding(), *inputs)[0]
 
 
 def select_row(x: Value, index: Value) -> Value:
-    """x[:, index]: x [B, T, C], index int32 of shape () → [B, C]; no gradient. See SelectRow."""
+    """x[b, index[b]]: x [B, T, C], index int32 [B] or of shape () → [B, C]; no gradient. See
+    SelectRow."""
     return x.graph.apply(SelectRow(), x, index)[0]

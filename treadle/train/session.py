@@ -14,7 +14,7 @@ from treadle.backends.base import Backend, Executable
 from treadle.backends.cpu import physical_memory
 from treadle.data.sampler import IGNORE
 from treadle.errors import BackendError
-from treadle.generate import add_next_token, write_weight
+from treadle.generate import add_generation, write_weight
 from treadle.graph.op import Cost
 from treadle.graph.plan import Plan, plan
 from treadle.graph.program import Memory, Program, memory
@@ -210,5 +210,5 @@ def build_program(
     program = Program()
     declare(program, model, precision)
     add_training(program, model, optimizer, micro_batch, block_size, accumulates, recompute)
-    add_next_token(program, model)
+    add_generation(program, model)
     return program

@@ -17,7 +17,7 @@ from treadle.config import Config, to_dict
 from treadle.data.corpus import Dataset
 from treadle.data.sampler import Sampler, eval_windows
 from treadle.errors import NonFiniteError, TrainingError, TreadleError
-from treadle.generate import Sampling, generate_ids, start_ids
+from treadle.generate import Decoder, Sampling, start_ids, write_texts
 from treadle.train.checkpoint import Checkpoint
 from treadle.train.metrics import MetricsWriter
 from treadle.train.registry import Registry
@@ -313,18 +313,10 @@ class Trainer:
         """A text from the current weights; repeatable by step."""
         tokenizer = self.dataset.tokenizer
         assert tokenizer is not None
-        prompt = start_ids(tokenizer)
-        session = self.session
-        ids = generate_ids(
-            session.executable,
-            session.model.block_size,
-            prompt,
-            tokens,
-            Sampling(seed=self.config.train.seed + self.step),
-            stop=tokenizer.eos_id,
-            vocab_size=tokenizer.vocab_size,
-        )
-        return tokenizer.decode(list(ids))
+        decoder = Decoder(self.session.executable, self.session.model.block_size)
+        sampling = Sampling(seed=self.config.train.seed + self.step)
+        pieces = write_texts(decoder, tokenizer, [start_ids(tokenizer)], tokens, [sampling])
+        return "".join(text for (text,) in pieces)
 
 
 def _finite(value: float) -> float | None:
