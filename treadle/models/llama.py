@@ -14,13 +14,7 @@ from typing import Any, ClassVar
 from treadle.graph.value import Value
 from treadle.models.base import Model, Parameter, Weights
 from treadle.models.cache import Cache
-from treadle.models.llama_config import (
-    RopeScaling,
-    complete,
-    frequencies,
-    read_sizes,
-    write_sizes,
-)
+from treadle.models.llama_config import RopeScaling, complete, frequencies, read_sizes, write_sizes
 from treadle.ops.attention import attention
 from treadle.ops.elementwise import add, gated
 from treadle.ops.embedding import embedding
