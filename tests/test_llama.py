@@ -236,6 +236,22 @@ def test_models_that_are_not_supported(name: str, key: str, value: Any, message:
         models.from_hf_config({**SMALL[name].hf_config(eos_id=None), key: value})
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma 2"])
+def test_values_of_any_kind_are_named_or_read(name: str) -> None:
+    stated = SMALL[name].hf_config(eos_id=None)
+    odd: list[Any] = ["x", None, [], {}, -1, 0, 1.5, float("nan"), float("inf"), 10**400, True]
+    odd += [{"rope_type": [1]}, {"rope_type": "llama3", "factor": "x"}, ["x"], {"x": 1}]
+    refused = 0
+    for key in stated:
+        for value in odd:
+            try:
+                models.from_hf_config({**stated, key: value})
+            except CheckpointError as error:
+                refused += 1
+                assert "\n" not in str(error) and len(str(error)) < 300
+    assert refused > 100
+
+
 def test_a_gemma_2_that_sees_everything() -> None:
     model = replace(SMALL["gemma 2"], sliding_window=None)  # type: ignore[type-var]
     stated = model.hf_config(eos_id=None)
