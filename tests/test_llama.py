@@ -342,6 +342,25 @@ def test_gradients_in_bf16(model: Model) -> None:
 
 @kernels
 @pytest.mark.parametrize("name", ["llama", "gemma 2"])
+def test_recomputation_changes_memory_alone(name: str) -> None:
+    model, results = SMALL[name], []
+    for how in ("none", "gelu", "block"):
+        made = Session(
+            model, cpu.CpuBackend(1), OptimizerSettings(), 4, 24, 1, 3, "bf16", recompute=how
+        )
+        made.initialise()
+        found = losses(made, 3)
+        arena = made.executable.plans["micro_first"].arena_bytes  # type: ignore[attr-defined]
+        results.append((arena, found, made.weights()))
+    (most, found, weights), (less, *_), (least, *_) = results
+    assert least < less < most
+    for _, other, other_weights in results[1:]:
+        assert other == found
+        assert all(np.array_equal(other_weights[key], weights[key]) for key in weights)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["llama", "gemma 2"])
 def test_threads_do_not_change_a_bit(name: str) -> None:
     # Large enough that every kernel has several tasks to deal out.
     large = {"vocab_size": 300, "n_embd": 64, "n_ff": 176, "block_size": 96}
