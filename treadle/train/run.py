@@ -81,7 +81,7 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
         start = int(checkpoint.state["step"]) if checkpoint and checkpoint.state else 0
         model = build_model(config)
         weights = None
-        if request.init_from and checkpoint is None:
+        if request.init_from is not None and checkpoint is None:
             weights = _initial_weights(request.init_from, model)
         backend, why = backends.select(config.train.device, config.train.threads)
         session = make_session(config, model, backend)
