@@ -407,8 +407,8 @@ def load_tokens(path: str | os.PathLike[str], data: DataConfig) -> Dataset:
         told = metadata.get(name)
         if isinstance(told, dict) and told.get("sha256") != digests.get(name):
             raise CorruptError(
-                f"{folder / name}: is not the file that {METADATA_FILE} names; prepare it again, or "
-                f"delete {METADATA_FILE} to use it as it is"
+                f"{folder / name}: is not the file that {METADATA_FILE} names; prepare it again, "
+                f"or delete {METADATA_FILE} to use it as it is"
             )
     return Dataset(
         train, val, tokenizer, vocab_size, corpus_size(path), tuple(digests.values()), metadata
