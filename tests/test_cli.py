@@ -186,7 +186,7 @@ def test_debug_shows_the_traceback() -> None:
 def test_a_fault_of_ours_is_one_line_and_exit_code_1(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial_module, "open_data", lambda config: 1 / 0)
+    monkeypatch.setattr(trial_module, "resolve", lambda config: 1 / 0)
     result = run("plan", "--data", "fox.txt")
     assert result.code == 1
     assert result.err.startswith("treadle: internal error: ZeroDivisionError: ")

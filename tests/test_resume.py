@@ -343,12 +343,12 @@ def test_start_from_weights(short: Path, text: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(out)] == [1, 2, 3]
     # The first loss is one that a model from nothing does not have.
     assert metrics(out)[0]["loss"] < metrics(short)[0]["loss"] - 0.3
-    said = succeed(*command, start)
-    assert "holds a run already" in said and "this run is finished at step 3" in said
-    assert "drop one" in fail(*command, start, "--resume", start)
+    assert "this run is finished at step 3" in succeed(*command, start)
+    assert "train.init_from" in fail(*command, checkpoint(short, 20))
+    assert "train.init_from" in fail(*command, start, "--resume", start)
     misfit = fail("train", "--data", text, *SMALL, "--n-embd", 32, "--out", tmp_path / "misfit",
                   "--init-from", start)  # fmt: skip
-    assert "transformer.wte.weight" in misfit
+    assert "model.n_embd: 32 is given" in misfit and not (tmp_path / "misfit").exists()
 
 
 # ---------------------------------------------------------------- damage

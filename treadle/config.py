@@ -52,6 +52,10 @@ ROPE_SCALING = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
+MODEL_TOKENIZER = "model"  # that of the weights which train.init_from names
+NAMED_TOKENIZERS = (*TOKENIZERS, MODEL_TOKENIZER)  # what data.tokenizer says without a path
+HUB_PREFIX = "hf:"  # before the name of a model on Hugging Face's hub
+FINE_TUNING_LR = 1e-4
 MIN_BPE_VOCAB = 257  # 256 byte tokens and the end-of-text token
 
 _DEVICE = re.compile(r"auto|cpu|numpy|opencl(:[^:]+)?|cuda(:\d+)?")
@@ -86,7 +90,7 @@ def _check_device(value: str) -> str:
 
 def _check_tokenizer(value: str) -> str:
     looks_like_a_path = value.endswith(".json") or "/" in value or "\\" in value
-    if value not in TOKENIZERS and not looks_like_a_path and not Path(value).exists():
+    if value not in NAMED_TOKENIZERS and not looks_like_a_path and not Path(value).exists():
         raise ValueError("neither a kind of tokenizer nor a file")
     return value
 
@@ -148,7 +152,7 @@ Device = Annotated[
 TokenizerName = Annotated[
     str,
     AfterValidator(_check_tokenizer),
-    Allowed(_quoted(TOKENIZERS) + ", or the path of a tokenizer.json or its directory"),
+    Allowed(_quoted(NAMED_TOKENIZERS) + ", or the path of a tokenizer.json or its directory"),
 ]
 
 
@@ -235,7 +239,9 @@ class DataConfig(_Section):
         None, "A text file, a directory of texts, or a file or directory of tokens (train.bin)."
     )
     tokenizer: TokenizerName = _key(
-        "auto", "Kind or file of the tokenizer; auto follows the corpus size."
+        "auto",
+        "Kind or file of the tokenizer; auto takes that of the weights which train.init_from names "
+        "(model), else follows the corpus size.",
     )
     vocab_path: str | None = _key(
         None, "vocab.json of a byte-level BPE, together with merges_path."
@@ -258,7 +264,15 @@ class TrainConfig(_Section):
     batch_size: Count | None = _key(
         None, "Windows per step, in all micro-steps; null follows the corpus size."
     )
+    window: Count | None = _key(
+        None, "Tokens of a training window; null takes the model's context, model.block_size."
+    )
     grad_accum: Count = _key(1, "Micro-steps that a step is cut into, a divisor of batch_size.")
+    init_from: str | None = _key(
+        None,
+        "Weights that a new run starts from: a run, a checkpoint, a Hugging Face directory, or "
+        "hf:NAME; its sizes and its tokenizer come from there.",
+    )
     seed: Seed = _key(1337, "Seed of the initial weights, the data order, dropout and samples.")
     device: Device = _key("auto", "Where to compute; auto takes the fastest.")
     threads: Count | None = _key(
@@ -304,7 +318,9 @@ class OptimizerConfig(_Section):
 
     name: Literal["adamw", "sgd"] = _key("adamw", "The optimizer.")
     lr: Annotated[float, Field(gt=0)] | None = _key(
-        None, "Peak learning rate; null follows the corpus size."
+        None,
+        "Peak learning rate; null follows the corpus size, or is "
+        f"{FINE_TUNING_LR:g} with train.init_from.",
     )
     betas: Betas = _key((0.9, 0.99), "AdamW: decay of the two moments.")
     eps: Annotated[float, Field(gt=0)] = _key(
@@ -363,6 +379,12 @@ class Config(_Section):
             raise ConfigError(problem)
         return self
 
+    @property
+    def window(self) -> int:
+        """Tokens of a training window, of a configuration that has its nulls filled."""
+        assert self.model.block_size is not None
+        return self.train.window or self.model.block_size
+
 
 def _conflicts(config: Config) -> Iterable[str]:
     """The combinations of values that cannot work, one line each."""
@@ -396,6 +418,11 @@ def _conflicts(config: Config) -> Iterable[str]:
         yield (
             f"train.grad_accum: {train.grad_accum} does not divide train.batch_size "
             f"{train.batch_size}; the nearest that does is {nearest}"
+        )
+    if train.window and model.block_size and train.window > model.block_size:
+        yield (
+            f"train.window: {train.window} is more than model.block_size {model.block_size}; lower "
+            "it"
         )
     warmup, steps = config.schedule.warmup_steps, train.steps
     if warmup is not None and steps is not None and warmup > steps:
@@ -717,13 +744,16 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """A copy whose paths of data and tokenizer hold in every directory."""
-    data = config.data
-    paths = {"path": data.path, "vocab_path": data.vocab_path, "merges_path": data.merges_path}
-    if data.tokenizer not in TOKENIZERS:
-        paths["tokenizer"] = data.tokenizer
+    """A copy whose paths of data, tokenizer and first weights hold in every directory."""
+    data, start = config.data, config.train.init_from
+    keys = {"path": data.path, "vocab_path": data.vocab_path, "merges_path": data.merges_path}
+    if data.tokenizer not in NAMED_TOKENIZERS:
+        keys["tokenizer"] = data.tokenizer
+    paths = {f"data.{name}": path for name, path in keys.items()}
+    if start is not None and not start.startswith(HUB_PREFIX):
+        paths["train.init_from"] = start
     return with_values(
-        config, {f"data.{name}": str(Path(path).absolute()) for name, path in paths.items() if path}
+        config, {name: str(Path(path).absolute()) for name, path in paths.items() if path}
     )
 
 

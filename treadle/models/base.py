@@ -59,7 +59,9 @@ class Model(ABC):
 
     architecture: ClassVar[str]
     vocab_size: int
+    n_layer: int
     block_size: int
+    tie_embeddings: bool
     final_softcap: float | None = None  # of the logits
 
     @abstractmethod
