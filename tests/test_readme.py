@@ -375,7 +375,7 @@ def test_links(page: Path) -> None:
 
 
 def source_files() -> list[Path]:
-    folders = ("treadle", "tests", "bench", "examples")
+    folders = ("treadle", "tests", "bench", "examples", "tools")
     return [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
 
 

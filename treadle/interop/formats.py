@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from treadle.errors import ConfigError, TokenizerError
+from treadle.interop import gguf, llmc
 from treadle.interop.base import Imported
 
 Belongs = Callable[[Path], bool]
@@ -37,6 +39,32 @@ class Description(NamedTuple):
     describe: Callable[[Path], list[tuple[str, str]]]
 
 
-READERS: dict[str, Reader] = {}
-WRITERS: dict[str, Writer] = {}
-DESCRIPTIONS: dict[str, Description] = {}
+def _write_llmc(path: Path, found: Imported, dtype: str) -> None:
+    """The model, and beside it the tokenizer as `<name>_tokenizer.bin`."""
+    words = path.with_name(f"{path.stem}_tokenizer.bin")
+    if found.tokenizer is not None and words.exists():
+        raise ConfigError(f"{words} is there already; choose another --out, or delete it first")
+    llmc.write_llmc(path, found.model, found.weights, LLMC_VERSIONS[dtype])
+    if found.tokenizer is None:
+        return
+    try:
+        llmc.write_tokenizer(words, found.tokenizer)
+        found.notes.append(f"the tokenizer is {words}")
+    except TokenizerError as error:
+        found.notes.append(f"the tokenizer is left out: {error}")
+
+
+def _write_gguf(path: Path, found: Imported, dtype: str) -> None:
+    found.notes.extend(gguf.write_gguf(path, found.model, found.weights, found.tokenizer, dtype))
+
+
+LLMC_VERSIONS = {"fp32": 3, "bf16": 5}
+READERS: dict[str, Reader] = {"llm.c": Reader(llmc.is_llmc, llmc.read_llmc)}
+WRITERS: dict[str, Writer] = {
+    "gguf": Writer(gguf.DTYPES, _write_gguf),
+    "llmc": Writer(tuple(LLMC_VERSIONS), _write_llmc),
+}
+DESCRIPTIONS: dict[str, Description] = {
+    "llm.c file": Description(llmc.is_llmc, llmc.describe),
+    "GGUF file": Description(gguf.is_gguf, gguf.describe),
+}
