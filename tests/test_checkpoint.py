@@ -27,6 +27,7 @@ from treadle.errors import (
     NonFiniteError,
     TreadleError,
 )
+from treadle.safetensors_io import read_safetensors, write_safetensors
 from treadle.train.checkpoint import (
     TOKENIZER_METADATA_LIMIT,
     check_config_match,
@@ -35,7 +36,6 @@ from treadle.train.checkpoint import (
     verify_checkpoint,
 )
 from treadle.train.registry import Registry, find_checkpoint
-from treadle.train.safetensors_io import read_safetensors, write_safetensors
 
 ROOT = Path(__file__).resolve().parent.parent
 posix = pytest.mark.skipif(os.name == "nt", reason="SIGKILL and fork are POSIX")
@@ -214,7 +214,7 @@ def test_documented_example_is_what_is_written(tmp_path: Path) -> None:
 def test_layout_and_chunks_do_not_change_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treadle.train.safetensors_io.CHUNK_ITEMS", 5)
+    monkeypatch.setattr("treadle.safetensors_io.CHUNK_ITEMS", 5)
     base = np.arange(48, dtype=np.float32).reshape(6, 8)
     tensors: dict[str, np.ndarray] = {
         "t": base.T,

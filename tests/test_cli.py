@@ -186,7 +186,7 @@ def test_debug_shows_the_traceback() -> None:
 def test_a_fault_of_ours_is_one_line_and_exit_code_1(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial_module, "open_data", lambda config: 1 / 0)
+    monkeypatch.setattr(trial_module, "resolve", lambda config: 1 / 0)
     result = run("plan", "--data", "fox.txt")
     assert result.code == 1
     assert result.err.startswith("treadle: internal error: ZeroDivisionError: ")
@@ -358,6 +358,15 @@ def test_plan_counts_micro_steps_and_works_without_data(run: Run) -> None:
     assert numbers(twice, "micro")[0] == "1"
     assert numbers(twice, "tokens a step") == numbers(once, "tokens a step") == ["64"]
     assert "epochs" not in once and "steps" not in re.findall(r"^\w+", once, re.MULTILINE)
+
+
+def test_plan_shows_what_recomputation_would_save(run: Run) -> None:
+    deep = (*RANDOM, "--n-layer", 4, "--block-size", 128, "--set", "train.grad_accum=2")
+    out = run("plan", *deep, "--recompute", "gelu").out
+    kept, cheap, blocks = (numbers(out, how) for how in ("none", "gelu", "block"))
+    assert float(blocks[0]) < float(kept[0]) and float(blocks[2]) > float(kept[2])
+    assert cheap[-2:] == ["this", "run"] and cheap[0] == numbers(out, "total")[0]
+    assert cheap[2] == re.findall(r"^total  +([\d.]+)", out, re.MULTILINE)[1]
 
 
 def test_plan_prints_and_draws_a_graph(run: Run) -> None:

@@ -13,12 +13,12 @@ from typing import Any, overload
 
 import numpy as np
 
-from treadle import backends, models
+from treadle import backends
 from treadle.config import Config, with_values
 from treadle.data.corpus import Dataset, open_data
 from treadle.data.sampler import Sampler, eval_windows
 from treadle.data.tokenizer import Tokenizer
-from treadle.errors import CheckpointError, ConfigError, NonFiniteError, TokenizerError
+from treadle.errors import ConfigError, NonFiniteError, TokenizerError
 from treadle.generate import (
     Decoder,
     Sampling,
@@ -32,7 +32,6 @@ from treadle.graph.program import Program
 from treadle.graph.value import Value
 from treadle.models.base import PRECISIONS, Model, declare
 from treadle.ops.loss import mean
-from treadle.train.checkpoint import load_checkpoint, save_checkpoint
 from treadle.train.program import (
     SCALARS,
     OptimizerSettings,
@@ -40,10 +39,10 @@ from treadle.train.program import (
     add_update,
     train_graph,
 )
-from treadle.train.registry import find_checkpoint
 from treadle.train.report import Report
 from treadle.train.schedule import learning_rate
 from treadle.train.session import Batches, Session, evaluate
+from treadle.train.source import given_tokenizer, open_source, save_model
 
 PathLike = str | os.PathLike[str]
 # Prompts that are read and written together: as many as a matrix product takes in one pass.
@@ -274,16 +273,7 @@ class LanguageModel:
 
     def save(self, directory: PathLike) -> None:
         """Write a checkpoint directory that `load` and Hugging Face's tools open."""
-        tokenizer = self.tokenizer
-        save_checkpoint(
-            directory,
-            config=self.model.hf_config(tokenizer.eos_id if tokenizer else None),
-            tensors=self.model.to_hf(self.weights),
-            optimizer=None,
-            tokenizer_json=tokenizer.to_json() if tokenizer else None,
-            tokenizer_config=tokenizer.hf_config(self.model.block_size) if tokenizer else None,
-            state={},
-        )
+        save_model(directory, self.model, self.weights, self.tokenizer)
 
 
 def load(
@@ -294,28 +284,16 @@ def load(
     vocab: PathLike | None = None,
     merges: PathLike | None = None,
 ) -> LanguageModel:
-    """The model of a run (its best checkpoint), a checkpoint directory or a model.safetensors.
+    """The model of a run (its best checkpoint), a checkpoint directory, a model.safetensors, a
+    Hugging Face directory, `hf:NAME` on their hub, or a file of another program.
 
     The tokenizer is the one inside; `tokenizer`, else `vocab` and `merges`, serve where there is
     none. CheckpointError, CorruptError or TokenizerError in one line.
     """
-    found, note = find_checkpoint(path, "best")
-    checkpoint = load_checkpoint(found, with_optimizer=False)
-    if not checkpoint.config:
-        raise CheckpointError(f"{found}: neither config.json nor a config inside the file")
-    model = models.from_hf_config(checkpoint.config)
-    if checkpoint.tokenizer_json is not None:
-        words: Tokenizer | None = Tokenizer.load(checkpoint.tokenizer_json.encode())
-    elif tokenizer is not None:
-        words = Tokenizer.load(tokenizer)
-    elif vocab is not None and merges is not None:
-        words = Tokenizer.from_vocab_merges(vocab, merges)
-    else:
-        words = None
-    result = LanguageModel(
-        model, words, model.from_hf(checkpoint.tensors), device=device, threads=threads
-    )
-    result.notes = [note] if note else []
+    source = open_source(path)
+    words = source.tokenizer or given_tokenizer(tokenizer, vocab, merges)
+    result = LanguageModel(source.model, words, source.weights, device=device, threads=threads)
+    result.notes = source.notes
     return result
 
 

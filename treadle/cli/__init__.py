@@ -14,6 +14,9 @@ COMMANDS = {
     "train": ("train", "Train a model on a text file, a directory of texts, or token files."),
     "generate": ("generate", "Write text with a trained model."),
     "eval": ("eval", "Take the loss of a trained model on a text or on token files."),
+    "import": ("import_model", "Make a checkpoint of a model from elsewhere."),
+    "export": ("export", "Write a model for other programs."),
+    "info": ("info", "Say what a file or directory is, and whether it is intact."),
     "report": ("report", "Write a run's curves, samples and settings as one HTML page."),
     "plot": ("plot", "Draw the curves of runs as one picture."),
     "prepare": ("prepare", "Turn texts into tokens: clean, deduplicate, tokenise, split."),
@@ -98,8 +101,9 @@ def _explain(error: Exception) -> int:
         line = " ".join(str(error).splitlines())  # names of files may have line ends in them
         print(f"treadle: error: {line}", file=sys.stderr)
         return error.exit_code
-    if isinstance(error, OSError) and error.filename is not None:
-        print(f"treadle: error: {error.filename}: {error.strerror}", file=sys.stderr)
+    if isinstance(error, OSError):  # of a file, a disk or a connection, and no fault of ours
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"treadle: error: {where}{error.strerror or error}", file=sys.stderr)
         return TreadleError.exit_code
     text = " ".join(str(error).split())
     print(

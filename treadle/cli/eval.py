@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -63,7 +62,8 @@ def command(
         raise DataError(f"{data}: its {split} split has nothing to predict; try --split all")
     nats, predicted, nbytes = 0.0, 0, 0
     for tokens in chosen:
-        nats += model.loss(tokens, batch_size, _watched) * (len(tokens) - 1)
+        windows = -(-(len(tokens) - 1) // model.model.block_size)
+        nats += model.loss(tokens, min(batch_size, windows), _watched) * (len(tokens) - 1)
         predicted += len(tokens) - 1
         if model.tokenizer is not None and model.tokenizer.kind != "other":
             nbytes += count_bytes(tokens[1:], model.tokenizer)
@@ -80,10 +80,14 @@ def command(
 
 def _val_fraction(source: str) -> float | None:
     """The fraction that the run of a checkpoint held out; None where it does not say."""
+    from treadle.errors import CheckpointError
     from treadle.train.checkpoint import STATE_NAME, read_state
     from treadle.train.registry import find_checkpoint
 
-    path, _ = find_checkpoint(source, "best")
+    try:
+        path, _ = find_checkpoint(source, "best")
+    except CheckpointError:  # a model of another program, which names no split
+        return None
     if not (path / STATE_NAME).is_file():
         return None
     return read_state(path)["state"].get("config", {}).get("data", {}).get("val_fraction")
@@ -91,9 +95,8 @@ def _val_fraction(source: str) -> float | None:
 
 def _open(path: Path, tokenizer: Tokenizer | None, val_fraction: float | None) -> Dataset:
     """The tokens of a text by the checkpoint's tokenizer, or those of token files."""
-    from treadle.config import DataConfig
+    from treadle.config import MODEL_TOKENIZER, DataConfig
     from treadle.data.corpus import is_tokenised, prepare_cached
-    from treadle.data.tokenizer import TOKENIZER_FILE
     from treadle.errors import DataError
 
     values: dict[str, Any] = {} if val_fraction is None else {"val_fraction": val_fraction}
@@ -108,10 +111,9 @@ def _open(path: Path, tokenizer: Tokenizer | None, val_fraction: float | None) -
         return dataset
     if tokenizer is None:
         raise DataError(f"the checkpoint has no tokenizer to read {path} with; give --tokenizer")
-    with TemporaryDirectory() as folder:
-        file = Path(folder, TOKENIZER_FILE)
-        file.write_text(tokenizer.to_json(), encoding="utf-8")
-        return prepare_cached(path, DataConfig(tokenizer=str(file), **values))
+    return prepare_cached(
+        path, DataConfig(tokenizer=MODEL_TOKENIZER, **values), model_tokenizer=tokenizer
+    )
 
 
 def count_bytes(tokens: np.ndarray, tokenizer: Tokenizer) -> int:

@@ -34,6 +34,7 @@ SET = typer.Option(
 # Parameter of the command's function: configuration key.
 FLAGS = {
     "data": "data.path",
+    "init_from": "train.init_from",
     "steps": "train.steps",
     "batch_size": "train.batch_size",
     "n_layer": "model.n_layer",
@@ -64,7 +65,8 @@ def with_flags(function: Callable[..., None]) -> Callable[..., None]:
         if name not in ("config", "name")
     }
     shared = {name: key for name, key in FLAGS.items() if name not in own}
-    texts = ("data", "device", "precision", "recompute", "tokenizer", "vocab", "merges")
+    texts = ["data", "init_from", "device", "precision", "recompute"]
+    texts += ["tokenizer", "vocab", "merges"]
     types = {"lr": float, **dict.fromkeys(texts, str)}
     parameters = [
         inspect.Parameter(

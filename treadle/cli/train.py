@@ -25,9 +25,6 @@ def command(
         metavar="auto|never|PATH",
         help="Go on from the run directory's newest checkpoint, never, or from a checkpoint.",
     ),
-    init_from: str | None = typer.Option(
-        None, metavar="CHECKPOINT", help="Start a new run from these weights.", show_default=False
-    ),
     run_steps: int | None = typer.Option(
         None, min=1, help="Stop after so many more steps, with a checkpoint.", show_default=False
     ),
@@ -62,7 +59,7 @@ def command(
         dump_config(with_values(filled, _following(config)), write_config)
         print(f"wrote {write_config}")
         return
-    train(Request(config, run, resume, init_from, run_steps))
+    train(Request(config, run, resume, run_steps))
 
 
 def _following(config: Config) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import numpy as np
 
 from treadle import backends
 from treadle.config import Config, to_dict
-from treadle.data.corpus import Dataset, open_data
+from treadle.data.corpus import Dataset
 from treadle.data.sampler import Sampler, eval_windows
 from treadle.errors import ConfigError
-from treadle.train.run import build_model, make_session
+from treadle.train.run import build_model, make_session, resolve
 from treadle.train.session import Session
+from treadle.train.source import adopt, open_source
 
 # What decides a step's work, and so has to be given where no data say it.
 VOCAB = "model.vocab_size"  # the one of them that has no flag
@@ -91,8 +92,10 @@ def open_trial(config: Config) -> Trial:
     """
     dataset = None
     if config.data.path is not None:
-        config, dataset = open_data(config)
+        config, dataset, _ = resolve(config)
     else:
+        if config.train.init_from is not None:
+            config = adopt(config, open_source(config.train.init_from))
         sections = to_dict(config)
         missing = [key for key in SIZES if sections[key.split(".")[0]][key.split(".")[1]] is None]
         if missing:
@@ -106,7 +109,7 @@ def open_trial(config: Config) -> Trial:
     if dataset is not None:
         tokens = dataset.train
     else:
-        length = RANDOM_WINDOWS * model.block_size + 1
+        length = RANDOM_WINDOWS * config.window + 1
         tokens = np.random.default_rng(train.seed).integers(0, model.vocab_size, length, np.int32)
-    sampler = Sampler(tokens, model.block_size, train.batch_size, train.seed)
+    sampler = Sampler(tokens, config.window, train.batch_size, train.seed)
     return Trial(config, session, why, dataset, sampler)

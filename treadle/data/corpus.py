@@ -39,7 +39,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from treadle.config import TOKENIZERS, Config, DataConfig, fill_from_corpus, with_values
+from treadle.config import (
+    MODEL_TOKENIZER,
+    TOKENIZERS,
+    Config,
+    DataConfig,
+    fill_from_corpus,
+    with_values,
+)
 from treadle.data.sampler import too_short
 from treadle.data.shards import id_range, pieces, read_tokens, write_tokens
 from treadle.data.tokenizer import BLANK_LINE, TOKENIZER_FILE, Tokenizer
@@ -254,9 +261,13 @@ class Dataset:
 
 
 def open_data(
-    config: Config, cache_dir: str | os.PathLike[str] | None = None
+    config: Config,
+    cache_dir: str | os.PathLike[str] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[Config, Dataset]:
     """The dataset that a config names, and the config with every null that depends on it filled.
+
+    tokenizer: the one that `data.tokenizer` "model" stands for.
 
     Raises:
         ConfigError: no `data.path`, or values that cannot work together.
@@ -266,17 +277,17 @@ def open_data(
     if not path:
         raise ConfigError("data.path: null; give a text file or a directory (--data PATH)")
     config = fill_from_corpus(config, corpus_size(path), tokenised=is_tokenised(path))
-    dataset = prepare_cached(path, config.data, cache_dir)
+    dataset = prepare_cached(path, config.data, cache_dir, tokenizer)
     if config.model.vocab_size is None:
         config = with_values(config, {"model.vocab_size": dataset.vocab_size})
-    vocab_size, block_size = config.model.vocab_size, config.model.block_size
-    assert vocab_size is not None and block_size is not None
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None
     if vocab_size < dataset.vocab_size:
         raise ConfigError(
             f"model.vocab_size: {vocab_size} is less than the {dataset.vocab_size} ids of the "
-            "tokenizer; leave it null"
+            "tokenizer; leave it null, or take the tokenizer that belongs to the model"
         )
-    return config, fit_to_context(dataset, block_size)
+    return config, fit_to_context(dataset, config.window)
 
 
 def is_tokenised(path: str | os.PathLike[str]) -> bool:
@@ -366,11 +377,14 @@ def _frequencies(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 # ---- token files ----------------------------------------------------------------------------
 
 
-def load_tokens(path: str | os.PathLike[str], data: DataConfig) -> Dataset:
+def load_tokens(
+    path: str | os.PathLike[str], data: DataConfig, model_tokenizer: Tokenizer | None = None
+) -> Dataset:
     """The dataset of `token_files`.
 
     Without a file for validation the last `data.val_fraction` of the tokens is held out. Beside
-    them may stand `tokenizer.json` and `metadata.json`.
+    them may stand `tokenizer.json` and `metadata.json`. Without the former, model_tokenizer is
+    taken where `data.tokenizer` is "model".
 
     Raises:
         DataError: files that cannot be used, or ids outside of the vocabulary.
@@ -386,9 +400,12 @@ def load_tokens(path: str | os.PathLike[str], data: DataConfig) -> Dataset:
     else:
         cut = int(len(train) * (1 - data.val_fraction))
         train, val = train[:cut], train[cut:]
-    tokenizer = _given_tokenizer(data)
+    of_model = data.tokenizer == MODEL_TOKENIZER
+    tokenizer = None if of_model else _given_tokenizer(data)
     if tokenizer is None and (folder / TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.load(folder)
+    elif of_model:
+        tokenizer = _given_tokenizer(data, model_tokenizer)
     if data.tokenizer in TOKENIZERS[1:] and (tokenizer is None or tokenizer.kind != data.tokenizer):
         raise DataError(
             f"{path}: holds tokens already, so data.tokenizer {data.tokenizer} cannot be applied; "
@@ -407,16 +424,23 @@ def load_tokens(path: str | os.PathLike[str], data: DataConfig) -> Dataset:
         told = metadata.get(name)
         if isinstance(told, dict) and told.get("sha256") != digests.get(name):
             raise CorruptError(
-                f"{folder / name}: is not the file that {METADATA_FILE} names; prepare it again, or "
-                f"delete {METADATA_FILE} to use it as it is"
+                f"{folder / name}: is not the file that {METADATA_FILE} names; prepare it again, "
+                f"or delete {METADATA_FILE} to use it as it is"
             )
     return Dataset(
         train, val, tokenizer, vocab_size, corpus_size(path), tuple(digests.values()), metadata
     )
 
 
-def _given_tokenizer(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer of the files that the settings name, if they name some."""
+def _given_tokenizer(data: DataConfig, of_model: Tokenizer | None = None) -> Tokenizer | None:
+    """The tokenizer that the settings name, if they name one; `of_model` is what "model" means."""
+    if data.tokenizer == MODEL_TOKENIZER:
+        if of_model is None:
+            raise ConfigError(
+                f"data.tokenizer: {MODEL_TOKENIZER} is that of the weights of train.init_from, and "
+                "here there is none; name a kind or a file"
+            )
+        return of_model
     if data.vocab_path is not None and data.merges_path is not None:
         return Tokenizer.from_vocab_merges(data.vocab_path, data.merges_path)
     return None if data.tokenizer in TOKENIZERS else Tokenizer.load(data.tokenizer)
@@ -448,22 +472,23 @@ def prepare_cached(
     path: str | os.PathLike[str],
     data: DataConfig | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    model_tokenizer: Tokenizer | None = None,
 ) -> Dataset:
     """The tokens of a corpus, made at the first call and mapped from the cache afterwards.
 
-    Token files are used as they are. The tokenizer and the fraction for validation
-    come from `data`, where "auto" follows the size of the corpus. `cache_dir` replaces
-    `cache_directory()`. Damaged files in the cache are made again.
+    Token files are used as they are. The tokenizer and the fraction for validation come from
+    `data`, where "auto" follows the size of the corpus and "model" is model_tokenizer. `cache_dir`
+    replaces `cache_directory()`. Damaged files in the cache are made again.
 
     Raises:
         DataError: a corpus that cannot be used, or a cache that cannot be written.
     """
     data = data if data is not None else DataConfig()
     if is_tokenised(path):
-        return load_tokens(path, data)
+        return load_tokens(path, data, model_tokenizer)
     data = fill_from_corpus(Config(data=data), corpus_size(path)).data
     root = Path(cache_dir if cache_dir is not None else cache_directory(), "tokens")
-    tokenizer = _given_tokenizer(data)
+    tokenizer = _given_tokenizer(data, model_tokenizer)
     settings = {
         "format": _CACHE_FORMAT,
         "tokenizer": data.tokenizer if tokenizer is None else _sha256(tokenizer.to_json().encode()),
@@ -474,7 +499,7 @@ def prepare_cached(
     known = _read_object(index) or {}
     directory = root / _key(str(known.get("sha256")), settings)
     if _is_intact(directory):
-        return _open(directory)
+        return _open(directory, tokenizer)
     before = time.time_ns()
     corpus = load_corpus(path)
     directory = root / _key(corpus.report.sha256, settings)
@@ -490,7 +515,7 @@ def prepare_cached(
             f"{root}: cannot write the token cache: {error.strerror}; "
             "name another place with TREADLE_CACHE"
         ) from None
-    return replace(_open(directory), from_cache=intact)
+    return replace(_open(directory, tokenizer), from_cache=intact)
 
 
 def _quick_key(files: Sequence[Path]) -> str:
@@ -584,10 +609,11 @@ def _stamp(directory: Path) -> dict[str, list[int]]:
     return {name: [s.st_size, s.st_mtime_ns] for name, s in status.items()}
 
 
-def _open(directory: Path) -> Dataset:
+def _open(directory: Path, tokenizer: Tokenizer | None) -> Dataset:
     metadata = _read_object(directory / METADATA_FILE)
     assert metadata is not None
-    tokenizer = Tokenizer.load(directory)
+    # The file has the same ids, but not the names that a tokenizer_config.json gave to some.
+    tokenizer = tokenizer or Tokenizer.load(directory)
     return Dataset(
         train=read_tokens(directory / TRAIN_FILE),
         val=read_tokens(directory / VAL_FILE),

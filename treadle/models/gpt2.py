@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from treadle.errors import CheckpointError, ConfigError
+from treadle.files import one_line
 from treadle.graph.value import Value
 from treadle.models.base import Model, Parameter, Weights
 from treadle.models.cache import Cache
@@ -24,6 +25,15 @@ from treadle.ops.random import dropout
 
 EPS = 1e-5
 STD = 0.02
+
+# What config.json may say of the architecture; Hugging Face's GPT-2 has other variants too.
+_VARIANTS: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (EPS,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
 
 
 @dataclass(frozen=True)
@@ -157,17 +167,29 @@ class GPT2(Model):
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> GPT2:
-        """The model that a config.json describes; CheckpointError where a size is missing."""
+        """The model that a config.json describes; CheckpointError where a size is missing, or where
+        it describes a variant of GPT-2 that this model is not."""
+        for key, values in _VARIANTS.items():
+            if key in config and config[key] not in values:
+                raise CheckpointError(
+                    f"config.json: {key} is {one_line(repr(config[key]), 60)}; this GPT-2 has "
+                    f"{values[0]}"
+                )
         try:
+            n_embd, own = config["n_embd"], config.get("treadle")
+            if config.get("n_inner") not in (None, 4 * n_embd):
+                raise CheckpointError(
+                    f"config.json: n_inner is {config['n_inner']}; this GPT-2 has 4 n_embd"
+                )
             return cls(
                 vocab_size=config["vocab_size"],
                 n_layer=config["n_layer"],
                 n_head=config["n_head"],
-                n_embd=config["n_embd"],
+                n_embd=n_embd,
                 block_size=config["n_positions"],
-                bias=config.get("treadle", {}).get("bias", True),
-                dropout=config.get("resid_pdrop", 0.0),
-                tie_embeddings=config.get("tie_word_embeddings", True),
+                bias=own.get("bias") is not False if isinstance(own, Mapping) else True,
+                dropout=_probability(config.get("resid_pdrop", 0.0)),
+                tie_embeddings=config.get("tie_word_embeddings") is not False,
             )
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error}; it is not a GPT-2's") from None
@@ -192,3 +214,11 @@ class GPT2(Model):
                 )
             weights[p.name] = np.asarray(tensors[p.name], np.float32)
         return weights
+
+
+def _probability(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise CheckpointError(
+            f"config.json: resid_pdrop is {one_line(repr(value), 60)}; expected 0 <= p < 1"
+        )
+    return float(value)

@@ -32,7 +32,7 @@ from treadle.files import (
     temporary_sibling,
     write_synced,
 )
-from treadle.train.safetensors_io import (
+from treadle.safetensors_io import (
     DTYPES,
     Arrays,
     read_safetensors,

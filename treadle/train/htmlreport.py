@@ -99,7 +99,7 @@ def _lead(config: Config, metrics: Metrics) -> str:
 def _tiles(config: Config, metrics: Metrics) -> str:
     train, val = points(metrics, "loss"), points(metrics, "val_loss")
     done = metrics[-1]["step"] if metrics else 0
-    tokens = done * (config.train.batch_size or 0) * (config.model.block_size or 0)
+    tokens = done * (config.train.batch_size or 0) * config.window
     tiles = [("steps", f"{done:,}"), ("tokens trained on", f"{tokens:,}")]
     if train:
         tiles.append(("last training loss, mean", f"{smoothed(train)[-1][1]:.4f}"))

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from treadle import backends, models
 from treadle.config import (
+    NAMED_TOKENIZERS,
     RESUMABLE_KEYS,
-    TOKENIZERS,
     Config,
     dump_config,
     inherit,
@@ -24,6 +22,7 @@ from treadle.config import (
 from treadle.data.corpus import Dataset, open_data, unigram_loss
 from treadle.data.tokenizer import Tokenizer
 from treadle.errors import CheckpointError, ConfigError, LockError, MismatchError
+from treadle.interop.base import Imported
 from treadle.models.base import Model
 from treadle.train.checkpoint import Checkpoint, check_config_match, load_checkpoint
 from treadle.train.environment import write_environment
@@ -35,6 +34,7 @@ from treadle.train.report import Report, command_name
 from treadle.train.saver import snapshot_bytes
 from treadle.train.session import Session
 from treadle.train.signals import StopRequest
+from treadle.train.source import adopt, adopted_model, open_source, tokenizer_of
 from treadle.train.trainer import Outcome, Trainer
 
 RUN_CONFIG = "run.json"
@@ -46,20 +46,18 @@ FREE_KEYS = [*RESUMABLE_KEYS, "data.path", "data.vocab_path", "data.merges_path"
 class Request:
     """What a person asked for. resume: "auto", "never" or a checkpoint's path.
 
-    init_from: a checkpoint or run whose weights a new run starts from.
     run_steps: stop after so many more steps, with a checkpoint.
     """
 
     config: Config
     out: Path
     resume: str = "auto"
-    init_from: str | None = None
     run_steps: int | None = None
 
 
 def train(request: Request, stream: IO[str] | None = None) -> Outcome:
     """Train as asked; everything written goes to `request.out`. See Trainer.run for the end."""
-    out = request.out
+    out, config = request.out, with_absolute_paths(request.config)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file, not a directory; choose another --out")
     with StopRequest() as stop, contextlib.ExitStack() as held:
@@ -71,18 +69,11 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
         registry = Registry(out)
         registry.recover()
         checkpoint, notes = _to_resume(request, registry)
-        saved = _saved_config(checkpoint)
-        asked = with_absolute_paths(request.config)
-        if saved is not None:
-            _check_given(asked, saved)
-        config, dataset = resolve(asked, saved)
+        config, dataset, source = resolve(config, checkpoint)
         _check_resumable(checkpoint, config, dataset, out)
         steps = config.train.steps or 0
         start = int(checkpoint.state["step"]) if checkpoint and checkpoint.state else 0
-        model = build_model(config)
-        weights = None
-        if request.init_from and checkpoint is None:
-            weights = _initial_weights(request.init_from, model)
+        model = build_model(config) if source is None else adopted_model(config, source.model)
         backend, why = backends.select(config.train.device, config.train.threads)
         session = make_session(config, model, backend)
         held.enter_context(contextlib.closing(session.executable))
@@ -110,9 +101,9 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
                     report.say(line)
             else:
                 session.initialise()
-                if weights is not None:
-                    session.load_weights(weights)
-                    report.say(f"starting from the weights of {request.init_from}")
+                if source is not None:
+                    session.load_weights(source.weights)
+                    report.say(f"starting from the weights of {config.train.init_from}")
                 trainer.metrics.truncate_to(0)
             outcome = trainer.run(request.run_steps)
             report.close()
@@ -124,14 +115,23 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
 # ---------------------------------------------------------------- configuration and data
 
 
-def resolve(config: Config, saved: Config | None = None) -> tuple[Config, Dataset]:
-    """The effective configuration, every null filled, and the tokenised data.
+def resolve(
+    config: Config, checkpoint: Checkpoint | None = None
+) -> tuple[Config, Dataset, Imported | None]:
+    """The effective configuration, every null filled; the tokenised data; and the model that
+    train.init_from names, for a new run that has one.
 
-    saved: the configuration of the run that is resumed; what was not given comes from there.
+    checkpoint: of the run that is resumed; what was not given comes from there.
     """
-    if saved is not None:
-        config = inherit(config, saved)
-    return open_data(config)
+    source, tokenizer = None, None
+    if checkpoint is not None and checkpoint.state is not None:
+        saved = Config(**checkpoint.state["config"])
+        _check_given(config, saved)
+        config, tokenizer = inherit(config, saved), tokenizer_of(checkpoint)
+    elif config.train.init_from is not None:
+        source = open_source(config.train.init_from)
+        config, tokenizer = adopt(config, source), source.tokenizer
+    return *open_data(config, tokenizer=tokenizer), source
 
 
 def build_model(config: Config) -> Model:
@@ -146,7 +146,7 @@ def make_session(config: Config, model: Model, backend: backends.Backend) -> Ses
     assert t.batch_size is not None
     settings = OptimizerSettings(o.name, o.betas, o.eps, o.weight_decay, o.momentum, o.grad_clip)
     return Session(
-        *(model, backend, settings, t.batch_size, model.block_size, t.grad_accum, t.seed),
+        *(model, backend, settings, t.batch_size, config.window, t.grad_accum, t.seed),
         *(t.precision, t.recompute),
     )
 
@@ -156,17 +156,11 @@ def make_session(config: Config, model: Model, backend: backends.Backend) -> Ses
 
 def _to_resume(request: Request, registry: Registry) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from, or None for a new run; and notes to print."""
-    if request.init_from is not None and request.resume not in ("auto", "never"):
-        raise ConfigError(
-            "--init-from starts a new run and --resume PATH goes on with one; drop one of them"
-        )
     if request.resume == "auto":
         found = registry.latest()
         if found is None:
             return None, []
         notes = [found.note] if found.note else []
-        if request.init_from is not None:
-            notes.append(f"{request.out} holds a run already: going on with it, not --init-from")
         return load_checkpoint(found.path, require_optimizer=True, verify=False), notes
     if request.resume == "never":
         if registry.entries or registry.damaged:
@@ -183,13 +177,6 @@ def _to_resume(request: Request, registry: Registry) -> tuple[Checkpoint | None,
             "choose another --out to go on from there"
         )
     return checkpoint, [note] if note else []
-
-
-def _saved_config(checkpoint: Checkpoint | None) -> Config | None:
-    if checkpoint is None:
-        return None
-    assert checkpoint.state is not None
-    return Config(**checkpoint.state["config"])
 
 
 def _check_given(config: Config, saved: Config) -> None:
@@ -209,7 +196,7 @@ def _check_given(config: Config, saved: Config) -> None:
 def _placeless(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The values with one word for every path of a tokenizer."""
     kind = sections["data"]["tokenizer"]
-    kind = kind if kind in TOKENIZERS else "a file"
+    kind = kind if kind in NAMED_TOKENIZERS else "a file"
     return sections | {"data": sections["data"] | {"tokenizer": kind}}
 
 
@@ -261,12 +248,6 @@ def _changes(checkpoint: Checkpoint, config: Config, backend: backends.Backend) 
     return lines
 
 
-def _initial_weights(source: str, model: Model) -> dict[str, np.ndarray]:
-    path, _ = find_checkpoint(source, "best")
-    loaded = load_checkpoint(path, with_optimizer=False)
-    return model.from_hf(loaded.tensors)
-
-
 # ---------------------------------------------------------------- what the run says
 
 
@@ -282,7 +263,7 @@ def opening(config: Config, dataset: Dataset, session: Session, why: str, memory
         f"data: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
         f"vocabulary {dataset.vocab_size:,}",
         f"run: {train.steps:,} steps of {tokens_a_step:,} tokens, {epochs:.2f} epochs; "
-        f"memory {memory / 2**20:,.1f} MiB",
+        f"peak memory {memory / 2**20:,.1f} MiB",
     ]
     return [*lines, *dataset.notes]
 

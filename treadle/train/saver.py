@@ -12,9 +12,9 @@ from treadle.config import CheckpointConfig
 from treadle.data.tokenizer import Tokenizer
 from treadle.errors import NonFiniteError
 from treadle.graph.program import Program
-from treadle.train.checkpoint import save_checkpoint
 from treadle.train.registry import Registry
 from treadle.train.session import Session
+from treadle.train.source import save_model
 
 
 def snapshot_bytes(program: Program) -> int:
@@ -68,14 +68,13 @@ class Saver:
     def _write(self, state: Mapping[str, Any]) -> None:
         step, model, tokenizer = state["step"], self.session.model, self.tokenizer
         try:
-            save_checkpoint(
+            save_model(
                 self.registry.path_for(step),
-                config=model.hf_config(tokenizer.eos_id if tokenizer else None),
-                tensors=model.to_hf(self._weights),
-                optimizer=self._optimizer,
-                tokenizer_json=tokenizer.to_json() if tokenizer else None,
-                tokenizer_config=tokenizer.hf_config(model.block_size) if tokenizer else None,
-                state=state,
+                model,
+                self._weights,
+                tokenizer,
+                self._optimizer,
+                state,
             )
         except NonFiniteError as error:
             raise NonFiniteError(f"step {step}: {error}") from None

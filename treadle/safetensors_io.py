@@ -9,10 +9,13 @@ that each one is aligned to its item size. `docs/formats.md` shows the bytes.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +28,7 @@ METADATA_KEY = "__metadata__"
 HEADER_LIMIT = 100_000_000  # bytes; readers of the format refuse longer headers
 CHUNK_ITEMS = 1 << 20  # items written, hashed and checked at a time
 
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -39,6 +42,7 @@ DTYPES = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
+BFLOAT16 = "BF16"  # NumPy has no such dtype: it is read as bits, and never written
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -109,29 +113,80 @@ def write_safetensors(
         return FileDigest(sha256.hexdigest(), file.tell())
 
 
+class SafetensorsFile:
+    """A file that is open for reading, its header checked: tensors are read when asked for.
+
+    codes: each tensor's dtype as the format names it; shapes; metadata. A context manager. Raises
+    CheckpointError when the file cannot be opened, CorruptError when it is not a well formed
+    safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file")
+        self.path = path
+        try:
+            self._file = safe_open(path, framework="numpy")
+            names = sorted(self._file.keys())
+            slices = {name: self._file.get_slice(name) for name in names}
+            self.codes: dict[str, str] = {name: s.get_dtype() for name, s in slices.items()}
+            self.shapes = {name: tuple(s.get_shape()) for name, s in slices.items()}
+            self.metadata: dict[str, str] = dict(self._file.metadata() or {})
+        except SafetensorError as error:
+            raise CorruptError(
+                f"{path}: not a whole safetensors file ({one_line(error)})"
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or one_line(error)}") from error
+
+    def __enter__(self) -> SafetensorsFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self._file.__exit__(*args)
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy of a tensor, bfloat16 as its bits (uint16). CorruptError for other dtypes that
+        NumPy has not."""
+        code = self.codes[name]
+        if code == BFLOAT16:  # the library hands over no dtype that NumPy lacks
+            return self._bits(name)
+        if code not in DTYPES:
+            raise _unknown_dtype(self.path, name, code)
+        return self._file.get_tensor(name)
+
+    def _bits(self, name: str) -> np.ndarray:
+        start, header = self._header
+        begin, end = header[name]["data_offsets"]
+        with open(self.path, "rb") as file:
+            file.seek(start + begin)
+            return np.frombuffer(file.read(end - begin), "<u2").reshape(self.shapes[name])
+
+    @cached_property
+    def _header(self) -> tuple[int, dict[str, Any]]:
+        """Where the tensors begin, and the header, which the library has checked."""
+        with open(self.path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            return 8 + length, json.loads(file.read(length))
+
+
+def _unknown_dtype(path: Path, name: str, code: str) -> CorruptError:
+    return CorruptError(
+        f"{path}: tensor {one_line(name)!r} has dtype {code}; expected one of {', '.join(DTYPES)}"
+    )
+
+
 def read_safetensors(path: Path) -> tuple[Arrays, dict[str, str]]:
     """Tensors (copies, by name in sorted order) and metadata of a file.
 
     Raises CheckpointError when the file cannot be opened, CorruptError when it is not a well
     formed safetensors file or holds a dtype that NumPy has not.
     """
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            names = sorted(file.keys())
-            for name in names:
-                code = file.get_slice(name).get_dtype()
-                if code not in DTYPES:
-                    raise CorruptError(
-                        f"{path}: tensor {one_line(name)!r} has dtype {code}; expected one of "
-                        f"{', '.join(DTYPES)}"
-                    )
-            tensors = {name: file.get_tensor(name) for name in names}
-            return tensors, dict(file.metadata() or {})
-    except SafetensorError as error:
-        raise CorruptError(f"{path}: not a whole safetensors file ({one_line(error)})") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or one_line(error)}") from error
+    with SafetensorsFile(path) as file:
+        for name, code in file.codes.items():
+            if code not in DTYPES:
+                raise _unknown_dtype(path, name, code)
+        return {name: file.read(name) for name in file.codes}, file.metadata

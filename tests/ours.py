@@ -1,0 +1,95 @@
+"""What Treadle computes for a model and a batch: logits, loss, gradients, ten losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from treadle import backends
+from treadle.generate import write_weight
+from treadle.graph.op import cast
+from treadle.graph.program import Program
+from treadle.models.base import Model, declare, read_weights
+from treadle.passes.fuse import fuse
+from treadle.train.program import OptimizerSettings
+from treadle.train.session import Session
+
+# What the peer's AdamW is given as well.
+LEARNING_RATE = 1e-3
+OPTIMIZER = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.1, grad_clip=1.0)
+STEPS = 10
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass
+class Numbers:
+    """logits [B, T, V]; loss: mean cross-entropy; grads of the loss by parameter, unclipped; losses
+    before each of STEPS optimizer steps on the same batch."""
+
+    logits: np.ndarray
+    loss: float
+    grads: Arrays
+    losses: list[float]
+
+
+def logits(
+    model: Model,
+    weights: Mapping[str, np.ndarray],
+    tokens: np.ndarray,
+    device: str = "cpu",
+    precision: str = "fp32",
+) -> np.ndarray:
+    """float32 [B, T, V] for tokens int32 [B, T]."""
+    program = Program()
+    declare(program, model, precision)
+    g = program.graph("logits")
+    read = g.read(program.buffer("tokens", tokens.shape, "int32", "input"))
+    values = read_weights(program, g, model)
+    result = cast(model.logits(values, model.hidden(values, read)), "float32")
+    g.assign(program.buffer("logits", result.shape, "float32", "output"), result)
+    fuse(g)
+    run = backends.select(device, None)[0].load(program)
+    for p in model.parameters():
+        write_weight(run, p.name, weights[p.name])
+    run.write("tokens", tokens)
+    run.run("logits")
+    found = run.read("logits")
+    run.close()
+    return found
+
+
+def numbers(
+    model: Model,
+    weights: Mapping[str, np.ndarray],
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    device: str = "cpu",
+    precision: str = "fp32",
+    steps: int = STEPS,
+    lr: float = LEARNING_RATE,
+) -> Numbers:
+    """Everything at once; tokens and targets int32 [B, T]."""
+    found = logits(model, weights, tokens, device, precision)
+    backend = backends.select(device, None)[0]
+    batch, time = tokens.shape
+    session = Session(model, backend, OPTIMIZER, batch, time, precision=precision)
+    session.initialise()
+    session.load_weights(weights)
+    grads: Arrays = {}
+    losses = []
+    for step in range(steps):
+        losses.append(session.step(step, tokens, targets, lr).loss)
+        if step == 0:
+            run = session.executable
+            grads = {p.name: run.read(f"{p.name}.grad") for p in model.parameters()}
+    session.executable.close()
+    return Numbers(found, losses[0], grads, losses)
+
+
+def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The norm of the difference, over the norm of what is wanted."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
