@@ -179,7 +179,7 @@ def test_shards(tmp_path: Path) -> None:
 def model(tmp_path: Path) -> Path:
     """A Hugging Face directory with a tokenizer of characters."""
     folder = copied("gpt2", tmp_path)
-    text = "".join(map(chr, range(32, 32 + 66))) + "\n"  # as many as the model has ids
+    text = "".join(map(chr, range(58, 123))) + " \n"  # as many as the model has ids
     (folder / "tokenizer.json").write_text(Tokenizer.char(text).to_json())
     return folder
 
@@ -194,8 +194,8 @@ def test_import_info_export_and_back(model: Path, tmp_path: Path) -> None:
     wanted = read_hf(model).weights
     found = read_hf(tmp_path / "theirs").weights
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
-    one = succeed("generate", model, "--prompt", "ab", "--tokens", 8, "--temperature", 0)
-    assert one == succeed("generate", tmp_path / "theirs", "--prompt", "ab", "--tokens", 8,
+    one = succeed("generate", model, "--prompt", "AB", "--tokens", 8, "--temperature", 0)
+    assert one == succeed("generate", tmp_path / "theirs", "--prompt", "AB", "--tokens", 8,
                           "--temperature", 0)  # fmt: skip
     assert "choose another --out" in fail("import", model, "--out", tmp_path / "mine")
     assert "one of hf" in fail("export", model, "--to", "onnx", "--out", tmp_path / "x")
@@ -297,7 +297,7 @@ def test_the_hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.chdir(tmp_path)  # where `gpt2` is a directory, and `org/gpt2` none
     succeed("import", "org/gpt2", "--out", tmp_path / "a")
-    succeed("generate", "hf:gpt2", "--prompt", "ab", "--tokens", 2)
+    succeed("generate", "hf:gpt2", "--prompt", "AB", "--tokens", 2)
     succeed("import", "gpt2", "--out", tmp_path / "b")
     assert [name for name, *_ in asked] == ["org/gpt2", "gpt2"]
     assert "model.safetensors.index.json" in asked[0][1] and asked[0][2] == "*/*"
