@@ -40,7 +40,7 @@ test: install $(VENV)/.dev
 
 # The same numbers as PyTorch, and the same files as transformers.
 parity: install $(VENV)/.parity
-	$(BIN)/python -m pytest tests/parity
+	$(BIN)/python -m pytest -m parity tests/parity
 
 # The op table on 64-bit Arm, emulated; wants gcc-aarch64-linux-gnu and qemu-user.
 test-arm: install $(VENV)/.dev

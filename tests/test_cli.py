@@ -360,6 +360,15 @@ def test_plan_counts_micro_steps_and_works_without_data(run: Run) -> None:
     assert "epochs" not in once and "steps" not in re.findall(r"^\w+", once, re.MULTILINE)
 
 
+def test_plan_shows_what_recomputation_would_save(run: Run) -> None:
+    deep = (*RANDOM, "--n-layer", 4, "--block-size", 128, "--set", "train.grad_accum=2")
+    out = run("plan", *deep, "--recompute", "gelu").out
+    kept, cheap, blocks = (numbers(out, how) for how in ("none", "gelu", "block"))
+    assert float(blocks[0]) < float(kept[0]) and float(blocks[2]) > float(kept[2])
+    assert cheap[-2:] == ["this", "run"] and cheap[0] == numbers(out, "total")[0]
+    assert cheap[2] == re.findall(r"^total  +([\d.]+)", out, re.MULTILINE)[1]
+
+
 def test_plan_prints_and_draws_a_graph(run: Run) -> None:
     shown = run("plan", *RANDOM, "--print", "--graph", "update")
     assert shown.code == 0

@@ -17,10 +17,10 @@ from treadle.graph.program import Program
 from treadle.graph.value import Value
 from treadle.ops import elementwise
 from treadle.ops.classifier import linear_cross_entropy
-from treadle.ops.elementwise import activation, add, mul, scale, sum_leading
+from treadle.ops.elementwise import activation, add, gated, mul, scale, sum_leading
 from treadle.ops.embedding import Embedding
 from treadle.ops.linear import linear, matmul
-from treadle.ops.norm import layernorm
+from treadle.ops.norm import layernorm, rmsnorm
 from treadle.ops.optim import accumulate
 from treadle.passes.fuse import fuse
 
@@ -149,6 +149,48 @@ def test_activation_stays_out_of_buffers(assigned: str) -> None:
     assert agree(build, NumpyBackend("float64")).ops() == ["matmul", "activation", "scale"]
 
 
+# ---------------------------------------------------------------- matmul, gated
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", elementwise.ACTIVATIONS)
+def test_gate_joins_the_product_that_it_opens(backend: NumpyBackend | str, kind: str) -> None:
+    def build(s: Sketch) -> None:
+        x = s.read("x", ROWS, INNER)
+        gate = linear(x, s.read("w_gate", INNER, OUTER))
+        y = linear(gated(gate, product(s), kind), s.read("w_down", OUTER, INNER))
+        grads = differentiate(s, add(x, y), ["x", "w", "b", "w_gate", "w_down"])
+        s.output("y", scale(y, 2.0))
+        for name, value in zip(("dx", "dw", "db", "dw_gate", "dw_down"), grads, strict=True):
+            s.output(name, value)
+
+    sketch = agree(build, backend)
+    assert "gated" not in sketch.ops()
+    (fused,) = [n for n in sketch.graph.nodes if n.op.attributes().get("gated")]
+    assert fused.op.attributes()["activation"] == kind
+    assert fused.used(1), "backward reads the product"
+
+
+def _gates_itself(s: Sketch) -> None:
+    y = product(s)
+    s.output("y", scale(gated(y, y, "silu"), 2.0))
+
+
+def _product_read_before(s: Sketch) -> None:
+    y = product(s)
+    gate = scale(y, 3.0)
+    s.output("y", scale(gated(gate, y, "silu"), 2.0))
+
+
+def _gated_into_a_buffer(s: Sketch) -> None:
+    s.output("y", gated(s.read("gate", ROWS, OUTER), product(s), "silu"))
+
+
+@pytest.mark.parametrize("build", [_gates_itself, _product_read_before, _gated_into_a_buffer])
+def test_gate_stays_out(build: Build) -> None:
+    assert "gated" in agree(build, NumpyBackend("float64")).ops()
+
+
 # ---------------------------------------------------------------- matmul, add
 
 
@@ -240,22 +282,69 @@ def test_residual_stays_out_of_buffers(assigned: str) -> None:
     assert "add" in agree(build, NumpyBackend("float64")).ops()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_two_products_are_one_sum(backend: NumpyBackend | str) -> None:
+    def build(s: Sketch) -> None:
+        x = scale(s.read("x", ROWS, INNER), 2.0)
+        other = linear(x, s.read("w2", INNER, OUTER))
+        dx = differentiate(s, mul(product_of(s, x), other), ["x"])[0]
+        s.output("dx", dx)
+
+    def product_of(s: Sketch, x: Value) -> Value:
+        return linear(x, s.read("w", INNER, OUTER))
+
+    ops = agree(build, backend).ops()
+    assert "sum" not in ops and ops.count("matmul") == 4
+
+
+# ---------------------------------------------------------------- rmsnorm, add
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_residual_joins_its_norm(backend: NumpyBackend | str) -> None:
+    def build(s: Sketch) -> None:
+        x, gain = s.read("x", ROWS, INNER), s.read("gain", INNER)
+        y = add(scale(x, 2.0), rmsnorm(activation(x, "silu"), gain, offset=1.0))
+        grads = differentiate(s, mul(y, y), ["x", "gain"])
+        s.output("y", scale(y, 2.0))
+        for name, value in zip(("dx", "dgain"), grads, strict=True):
+            s.output(name, value)
+
+    sketch = agree(build, backend)
+    assert "add" not in sketch.ops()
+    (norm,) = [n for n in sketch.graph.nodes if n.op.name == "rmsnorm"]
+    assert len(norm.inputs) == 3 and norm.used(1), "backward reads rstd"
+
+
+def test_residual_stays_out_of_a_norm_that_is_read_elsewhere() -> None:
+    def build(s: Sketch) -> None:
+        x = s.read("x", ROWS, INNER)
+        y = rmsnorm(x, s.read("gain", INNER))
+        s.output("z", scale(y, 3.0))
+        s.output("y", scale(add(x, y), 2.0))
+
+    assert "add" in agree(build, NumpyBackend("float64")).ops()
+
+
 # ---------------------------------------------------------------- layernorm_grad, sum
 
 
-def norm_branch(sketch: Sketch) -> Value:
+def norm_branch(sketch: Sketch, norm: Callable[[Value, Value], Value] = layernorm) -> Value:
     """d(loss)/dx of x + norm(x) · w, summed where it was needed."""
     x, w = sketch.read("x", ROWS, INNER), sketch.read("w", INNER, INNER)
-    y = add(x, matmul(layernorm(x, sketch.read("gain", INNER)), w))
+    y = add(x, matmul(norm(x, sketch.read("gain", INNER)), w))
     return gradients(sum_leading(mul(y, y), ()), [x])[0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_norm_gradient_joins_the_one_that_passes_by(backend: NumpyBackend | str) -> None:
-    sketch = agree(lambda sketch: sketch.output("dx", norm_branch(sketch)), backend)
-    assert sketch.ops().count("layernorm_grad") == 1
-    (node,) = [n for n in sketch.graph.nodes if n.op.name == "layernorm_grad"]
-    assert len(node.inputs) == 6 and node.outputs[0].buffer is not None
+@pytest.mark.parametrize("norm", [layernorm, rmsnorm])
+def test_norm_gradient_joins_the_one_that_passes_by(
+    backend: NumpyBackend | str, norm: Callable[[Value, Value], Value]
+) -> None:
+    sketch = agree(lambda sketch: sketch.output("dx", norm_branch(sketch, norm)), backend)
+    (node,) = [n for n in sketch.graph.nodes if n.op.name == f"{norm.__name__}_grad"]
+    assert len(node.inputs) == (6 if norm is layernorm else 5)
+    assert node.outputs[0].buffer is not None
 
 
 def test_norm_gradient_used_elsewhere_stays() -> None:

@@ -241,7 +241,7 @@ def test_a_tokenizer_file_is_found_from_another_folder(
     monkeypatch.chdir(tmp_path)
     moved = [str(value).replace("words", "elsewhere") for value in given]
     assert "resuming at step 4" in succeed("train", "--out", out, *moved, "--run-steps", 1)
-    other = Tokenizer.train_bpe([text.read_text()], 301)
+    other = Tokenizer.train_bpe([text.read_text()], 270)
     (tmp_path / "other.json").write_text(other.to_json())
     if form != "pair":
         told = fail("train", "--out", out, "--tokenizer", "other.json", "--run-steps", 1)
@@ -271,6 +271,13 @@ def test_what_may_change_changes(short: Path, stretch: Path) -> None:
     ours, theirs = ([line["loss"] for line in metrics(out)] for out in (short, stretch))
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert treadle.load_config(short / "run.json").checkpoint.keep == 1
+
+
+def test_recomputation_may_change_and_changes_no_bit(short: Path, stretch: Path) -> None:
+    resume(short, "--recompute", "block", "--run-steps", 15)
+    assert treadle.load_config(short / "run.json").train.recompute == "block"
+    resume(short, "--recompute", "gelu")
+    assert_same_run(stretch, short, 60)
 
 
 def test_more_steps_are_exact_under_a_constant_schedule(text: Path, tmp_path: Path) -> None:

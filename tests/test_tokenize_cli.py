@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from treadle.cli import main
 from treadle.data import fastbpe
+from treadle.data.alphabet import BYTE_OF_CHARACTER
 from treadle.data.choose import SHIPPED
 from treadle.data.fastbpe import FastEncoder, fast_encoder, is_proved
 from treadle.data.stories import generate_stories
-from treadle.data.tokenizer import _BYTE_OF_CHARACTER, END_OF_TEXT, Tokenizer
+from treadle.data.tokenizer import END_OF_TEXT, Tokenizer
 from treadle.errors import TokenizerError
 from treadle.train.checkpoint import save_checkpoint
 
@@ -200,12 +201,12 @@ def test_what_is_not_proved_goes_to_the_library(spanish: Tokenizer) -> None:
 
 
 def made_of(merges: list[tuple[str, str]], **changes: object) -> FastEncoder | None:
-    vocab = {character: i for i, character in enumerate(_BYTE_OF_CHARACTER)}
+    vocab = {character: i for i, character in enumerate(BYTE_OF_CHARACTER)}
     for left, right in merges:
         vocab.setdefault(left + right, len(vocab))
     model = tokenizers.models.BPE(vocab=vocab, merges=merges)
     spec = {"vocab": vocab, "merges": [list(pair) for pair in merges], **changes}
-    return fast_encoder(spec, model.tokenize, _BYTE_OF_CHARACTER)
+    return fast_encoder(spec, model.tokenize, BYTE_OF_CHARACTER)
 
 
 def test_merges_that_could_differ_are_refused() -> None:

@@ -77,7 +77,7 @@ def test_failure_18_the_start_says_where_it_runs(text: Path, tmp_path: Path) -> 
     assert re.search(rf"^({kernels}|device: numpy )", said)
     assert re.search(r"model: gpt2, [\d,]+ parameters\n", said)
     assert re.search(r"data: [\d,]+ training and [\d,]+ validation tokens, vocabulary \d+\n", said)
-    assert re.search(r"run: 1 steps of 64 tokens, 0.\d\d epochs; memory \d+\.\d MiB\n", said)
+    assert re.search(r"run: 1 steps of 64 tokens, 0.\d\d epochs; peak memory \d+\.\d MiB\n", said)
 
 
 def test_the_end_compares_with_frequencies(text: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from treadle.ops.classifier import (
 )
 from treadle.ops.embedding import Embedding, EmbeddingGrad, PositionGrad, SelectRow
 from treadle.ops.linear import MatMul
+from treadle.ops.rope import Rope
 
 Maker = Callable[[np.random.Generator, Spec], np.ndarray]
 FLOAT = "float"  # stands for the dtype under test in a row's specs
@@ -121,6 +122,13 @@ def _elementwise() -> list[Case]:
                 Case(elementwise.Activation(kind), [Input((n,), make=spread)], gradient=True)
             )
             rows.append(Case(elementwise.ActivationGrad(kind), [(n,), Input((n,), make=spread)]))
+            gate = Input((n,), make=spread)
+            rows.append(Case(elementwise.Gated(kind), [gate, (n,)], gradient=True))
+            rows.append(Case(elementwise.GatedGrad(kind), [(n,), gate, (n,)]))
+        for cap in (0.5, 30.0):
+            capped = Input((n,), make=lambda *a, cap=cap: cap * np.tanh(normal(*a)))
+            rows.append(Case(elementwise.Softcap(cap), [(n,)], gradient=True, note=f" {cap}"))
+            rows.append(Case(elementwise.SoftcapGrad(cap), [(n,), capped], note=f" {cap}"))
     for rows_, columns in ((1, 1), (31, 33), (123, 5), (300, 257), (4099, 2), (1, 4099), (65, 1)):
         total = elementwise.SumLeading((columns,), "float32")
         rows.append(Case(total, [(rows_, columns)], gradient=rows_ * columns < 5000))
@@ -144,6 +152,8 @@ def _linear() -> list[Case]:
         rows.append(Case(mm(transpose_a=True, dtype="float32"), [(k, m), (k, n)]))
         for kind in elementwise.ACTIVATIONS:
             rows.append(Case(mm(activation=kind), [(m, k), (k, n), bias]))
+            gate = mm(activation=kind, transpose_b=True, gated=True)
+            rows.append(Case(gate, [(m, k), (n, k), None, (m, n)]))
     rows.append(Case(MatMul(), [(2, 5, 7), (7, 3), Input((3,), WIDE)], gradient=True))
     return rows
 
@@ -228,6 +238,29 @@ def _norm() -> list[Case]:
         rows.append(Case(grad, [shape, shape, c, *saved, shape], prepare=joined, note=" into"))
         rows.append(Case(weight_grad, [shape, shape, *saved], prepare=statistics))
     rows.append(Case(norm.LayerNorm(), [Input((31, 123), make=shifted), (123,)], note=" shifted"))
+
+    def root(arrays: list) -> list:
+        """rstd, the last input, from x, the second."""
+        return [*arrays[:-1], 1 / np.sqrt(np.square(arrays[1]).mean(-1) + 1e-6)]
+
+    def joined_root(arrays: list) -> list:
+        return [*root(arrays[:-1]), arrays[-1]]
+
+    for shape in shapes:
+        c, rstd = shape[-1:], Input(shape[:-1], "float32")
+        wide = Input(c, "float32")
+        for offset in (0.0, 1.0):
+            op, into, note = norm.RMSNorm(1e-6, offset), norm.RMSNormGrad(offset), f" {offset:g} +"
+            rows.append(Case(op, [shape, c], gradient=True, outputs=(0,), note=note))
+            rows.append(Case(op, [shape, wide], note=f"{note} wide"))
+            rows.append(Case(op, [shape, c, shape], note=f"{note} residual"))
+            rows.append(Case(op, [shape, wide, shape], note=f"{note} wide, residual"))
+            both, behind = [shape, shape, c, rstd], [shape, shape, c, rstd, shape]
+            rows.append(Case(into, both, prepare=root, note=note))
+            wider = [shape, shape, wide, rstd]
+            rows.append(Case(into, wider, prepare=root, note=f"{note} wide"))
+            rows.append(Case(into, behind, prepare=joined_root, note=f"{note} into"))
+        rows.append(Case(norm.RMSNormWeightGrad(), [shape, shape, rstd], prepare=root))
     return rows
 
 
@@ -337,11 +370,51 @@ def _classifier() -> list[Case]:
     inputs = [Input((31, 5)), Input((33, 5)), ignored]
     rows.append(Case(LinearCrossEntropyLoss(2), inputs, True, outputs=(0,), note=" ignore 2"))
     rows.append(Case(LinearCrossEntropy(2), [*inputs, dloss], note=" ignore 2"))
+    for shape, vocabulary, channels, chunk in sizes[1:5]:
+        weight, targets = (vocabulary, channels), integers(-2, vocabulary + 1)
+        inputs = [Input((*shape, channels)), Input(weight), Input(shape, "int32", targets)]
+        for cap in (1.0, 30.0):
+            options, note = (-1, chunk, cap), f" cap {cap:g}"
+            small = prod(shape) * channels * vocabulary < 300_000
+            evaluated = LinearCrossEntropyLoss(*options)
+            rows.append(Case(evaluated, inputs, small, outputs=(0,), note=note))
+            rows.append(Case(LinearCrossEntropy(*options), [*inputs, dloss], note=note))
+            into = [*inputs, dloss, Input(weight, WIDE)]
+            rows.append(Case(LinearCrossEntropyInto(*options), into, note=note))
     return rows
 
 
 def _attention() -> list[Case]:
     rows = []
+    state = Input((4,), "uint32", constant([5, 9, 3, 1]))
+    last = Input((4,), "uint32", constant([5, 9, 2**32 - 1, 1]))
+
+    def both(
+        b: int,
+        t: int,
+        h: int,
+        k: int,
+        d: int,
+        p: float,
+        random_state: Input,
+        *options: float | None,
+    ) -> None:
+        """A row for attention, and one for its gradient; options: window and softcap."""
+        qkv, y, lse = (b, t, (h + 2 * k) * d), (b, t, h * d), Input((b, h, t), "float32")
+        drawn = [random_state] if p else []
+        heads = (h, k, None, p, random.stream_of("attention") if p else 0)
+        op, grad = Attention(*heads, *options), AttentionGrad(*heads, *options)  # type: ignore[arg-type]
+
+        def saved(arrays: list) -> list:
+            """y and lse from qkv and the random state."""
+            dy, qkv, _, _, *drawn = arrays
+            return [dy, qkv, *op.reference(qkv, *drawn), *drawn]
+
+        note = f" heads {h}/{k}" + (f" dropout {p}" if p else "")
+        note += f" window {options[0]} cap {options[1]}" if options else ""
+        rows.append(Case(op, [qkv, *drawn], t < 100, outputs=(0,), note=note))
+        rows.append(Case(grad, [y, qkv, y, lse, *drawn], prepare=saved, note=note))
+
     sizes = (  # B, T, H, K, D
         (1, 1, 1, 1, 1),
         (2, 5, 2, 1, 3),
@@ -356,23 +429,45 @@ def _attention() -> list[Case]:
         (17, 67, 4, 4, 7),
     )
     for b, t, h, k, d in sizes:
-        qkv, y, lse = (b, t, (h + 2 * k) * d), (b, t, h * d), Input((b, h, t), "float32")
         small = b * h * t * t <= 70_000
-        for p, row in ((0.0, 0), (0.3, 3), (0.9, 2**32 - 1))[: 3 if small else 1]:
-            state = [Input((4,), "uint32", constant([5, 9, row, 1]))] if p else []
-            heads = (h, k, None, p, random.stream_of("attention") if p else 0)
-            op, grad = Attention(*heads), AttentionGrad(*heads)
-
-            def saved(arrays: list, op: Attention = op) -> list:
-                """y and lse from qkv and the random state."""
-                dy, qkv, _, _, *state = arrays
-                return [dy, qkv, *op.reference(qkv, *state), *state]
-
-            note = f" heads {h}/{k}" + (f" dropout {p}" if p else "")
-            rows.append(Case(op, [qkv, *state], t < 100, outputs=(0,), note=note))
-            rows.append(Case(grad, [y, qkv, y, lse, *state], prepare=saved, note=note))
+        for p, drawn in ((0.0, state), (0.3, state), (0.9, last))[: 3 if small else 1]:
+            both(b, t, h, k, d, p, drawn)
     steep = Attention(2, 2, 3.0)
     rows.append(Case(steep, [(2, 200, 6 * 32)], outputs=(0,), note=" steep"))
+    narrow = (  # B, T, H, K, D, dropout, window, softcap
+        (1, 5, 2, 1, 3, 0.0, 1, None),
+        (2, 33, 4, 2, 8, 0.3, 7, 2.0),
+        (1, 31, 2, 2, 5, 0.0, 31, 0.5),
+        (1, 67, 3, 1, 7, 0.0, None, 1.0),
+        (1, 123, 2, 1, 24, 0.3, 64, None),
+        (2, 200, 2, 2, 16, 0.0, 17, 50.0),
+        (1, 517, 2, 1, 5, 0.0, 65, 1.0),
+        (1, 517, 1, 1, 33, 0.0, 200, None),
+        (1, 330, 1, 1, 9, 0.3, 128, 1.0),
+    )
+    for b, t, h, k, d, p, *options in narrow:
+        both(b, t, h, k, d, p, state, *options)
+    return rows
+
+
+def _rope() -> list[Case]:
+    rows = []
+    sizes = (  # B, T, H, K, D / 2
+        (1, 1, 1, 1, 1),
+        (2, 31, 3, 1, 5),
+        (3, 33, 2, 2, 16),
+        (1, 130, 4, 2, 33),
+        (5, 9, 1, 1, 40),
+    )
+    for b, t, h, k, half in sizes:
+        qkv = (b, t, (h + 2 * k) * 2 * half)
+        frequencies = tuple(10000.0 ** (-d / half) for d in range(half))
+        for inverse in (False, True):
+            op = Rope(h, k, frequencies, inverse)
+            note = f" heads {h}/{k}"
+            rows.append(Case(op, [qkv], gradient=True, note=note))
+            far = Input((b,), "int32", integers(0, 100_000))
+            rows.append(Case(op, [qkv, far], gradient=True, note=f"{note} start"))
     return rows
 
 
@@ -420,4 +515,5 @@ def all_cases() -> list[Case]:
         *_classifier(),
         *_attention(),
         *_cached_attention(),
+        *_rope(),
     ]

@@ -42,10 +42,16 @@ from pydantic.fields import FieldInfo
 from treadle.errors import ConfigError
 from treadle.files import one_line, write_atomic
 
-ARCHITECTURES = ("gpt2",)
+ARCHITECTURES = ("gpt2", "llama", "gemma")
 PRECISIONS = ("fp32", "bf16")
 RECOMPUTE = ("none", "gelu", "block")
 TOKENIZERS = ("auto", "char", "byte", "bpe")
+ROPE_SCALING = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 MODEL_TOKENIZER = "model"  # that of the weights which train.init_from names
 NAMED_TOKENIZERS = (*TOKENIZERS, MODEL_TOKENIZER)  # what data.tokenizer says without a path
 HUB_PREFIX = "hf:"  # before the name of a model on Hugging Face's hub
@@ -89,6 +95,16 @@ def _check_tokenizer(value: str) -> str:
     return value
 
 
+def _check_rope_scaling(value: dict[str, Any]) -> dict[str, Any]:
+    kind, numbers = value.get("kind", "llama3"), {k: v for k, v in value.items() if k != "kind"}
+    known = kind in ("linear", "llama3") and not set(numbers) - set(ROPE_SCALING)
+    if not known or "factor" not in value:
+        raise ValueError("not a scaling")
+    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in numbers.values()):
+        raise ValueError("not numbers")
+    return value
+
+
 def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
@@ -97,8 +113,15 @@ Integer = Annotated[int, BeforeValidator(_integral)]
 Count = Annotated[Integer, Field(ge=1)]
 Layers = Annotated[Integer, Field(ge=1, le=1000)]  # the deepest transformer known has 1,000
 Period = Annotated[Integer, Field(ge=0)]
+Steps = Annotated[Integer, Field(ge=0, lt=2**32), Allowed("integer from 0 to 2^32 - 1")]
 Seed = Annotated[Integer, Field(ge=0, lt=2**63), Allowed("integer from 0 to 2^63 - 1")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+RopeScaling = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_rope_scaling),
+    Allowed('an object of "factor" and, for Llama 3.1\'s, ' + _quoted(ROPE_SCALING[1:])),
+]
 Betas = Annotated[
     tuple[Fraction, Fraction], Strict(False), Allowed("two numbers, each >= 0 and < 1")
 ]
@@ -161,9 +184,52 @@ class ModelConfig(_Section):
     )
     n_embd: Count | None = _key(None, "Width of the residual stream; null follows the corpus size.")
     block_size: Count | None = _key(None, "Context length in tokens; null follows the corpus size.")
-    bias: bool = _key(True, "Biases in the linear and normalisation layers.")
-    dropout: Fraction = _key(0.0, "Probability of dropping an activation in training.")
+    bias: bool = _key(True, "gpt2: biases in the linear and normalisation layers.")
+    dropout: Fraction = _key(0.0, "gpt2: probability of dropping an activation in training.")
     tie_embeddings: bool = _key(True, "The output layer shares the weights of the token embedding.")
+    n_kv_head: Count | None = _key(
+        None, "llama, gemma: heads of keys and values, a divisor of n_head; null takes n_head."
+    )
+    head_dim: Count | None = _key(
+        None, "llama, gemma: width of a head, an even number; null takes n_embd / n_head."
+    )
+    n_ff: Count | None = _key(
+        None, "llama, gemma: width inside the MLP; null takes 8/3 n_embd, rounded up to whole 32s."
+    )
+    norm_eps: Positive | None = _key(
+        None, "llama, gemma: added to the mean square in norms; null takes 1e-5, gemma 1e-6."
+    )
+    rope_theta: Positive | None = _key(
+        None, "llama, gemma: base of the rotary frequencies; null takes 10000."
+    )
+    rope_scaling: RopeScaling | None = _key(
+        None, "llama, gemma: how rotary frequencies are lowered for a longer context."
+    )
+    version: Annotated[Integer, Field(ge=1, le=2)] | None = _key(
+        None, "gemma: 1 or 2; null takes 1. The keys that follow are those of version 2."
+    )
+    attn_softcap: Positive | None = _key(
+        None, "gemma: attention scores stay between it and its negative; null for no cap."
+    )
+    final_softcap: Positive | None = _key(
+        None, "gemma: logits stay between it and its negative; null for no cap."
+    )
+    query_pre_attn_scalar: Positive | None = _key(
+        None, "gemma: attention scores are divided by its root; null takes head_dim."
+    )
+    sliding_window: Count | None = _key(
+        None, "gemma: tokens that every other layer sees, from the first; null for all."
+    )
+
+
+# The keys of the model that not every architecture has, as their descriptions say.
+_ROTARY = ("n_kv_head", "head_dim", "n_ff", "norm_eps", "rope_theta", "rope_scaling")
+_SECOND = ("attn_softcap", "final_softcap", "query_pre_attn_scalar", "sliding_window")
+APPLIES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("bias", "dropout"), ("gpt2",)),
+    **dict.fromkeys(_ROTARY, ("llama", "gemma")),
+    **dict.fromkeys(("version", *_SECOND), ("gemma",)),
+}
 
 
 class DataConfig(_Section):
@@ -194,7 +260,7 @@ class DataConfig(_Section):
 class TrainConfig(_Section):
     """The loop."""
 
-    steps: Period | None = _key(None, "Optimizer steps in all; null follows the corpus size.")
+    steps: Steps | None = _key(None, "Optimizer steps in all; null follows the corpus size.")
     batch_size: Count | None = _key(
         None, "Windows per step, in all micro-steps; null follows the corpus size."
     )
@@ -329,6 +395,24 @@ def _conflicts(config: Config) -> Iterable[str]:
             f"model.n_embd: {model.n_embd} is not a multiple of model.n_head {model.n_head}; "
             f"n_head {heads} divides it"
         )
+    for key, architectures in APPLIES.items():
+        value, default = getattr(model, key), ModelConfig.model_fields[key].default
+        if model.architecture not in architectures and value != default:
+            yield (
+                f"model.{key}: does not apply to {model.architecture}, only to "
+                f"{' and '.join(architectures)}; drop it"
+            )
+    for key in _SECOND:
+        if getattr(model, key) is not None and model.version != 2:
+            yield f"model.{key}: applies to version 2 of gemma; drop it or set model.version to 2"
+    if model.n_head and model.n_kv_head and model.n_head % model.n_kv_head:
+        heads = _nearest_divisor(model.n_head, model.n_kv_head)
+        yield (
+            f"model.n_kv_head: {model.n_kv_head} does not divide model.n_head {model.n_head}; the "
+            f"nearest that does is {heads}"
+        )
+    if model.head_dim and model.head_dim % 2:
+        yield f"model.head_dim: {model.head_dim} is odd; the pairs that rotate need an even number"
     if train.batch_size and train.batch_size % train.grad_accum:
         nearest = _nearest_divisor(train.batch_size, train.grad_accum)
         yield (

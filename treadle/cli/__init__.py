@@ -101,8 +101,9 @@ def _explain(error: Exception) -> int:
         line = " ".join(str(error).splitlines())  # names of files may have line ends in them
         print(f"treadle: error: {line}", file=sys.stderr)
         return error.exit_code
-    if isinstance(error, OSError) and error.filename is not None:
-        print(f"treadle: error: {error.filename}: {error.strerror}", file=sys.stderr)
+    if isinstance(error, OSError):  # of a file, a disk or a connection, and no fault of ours
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"treadle: error: {where}{error.strerror or error}", file=sys.stderr)
         return TreadleError.exit_code
     text = " ".join(str(error).split())
     print(

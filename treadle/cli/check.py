@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 
 import typer
 
@@ -20,6 +21,12 @@ def command(
     device: str = typer.Option("auto", help="Where to compute."),
     threads: int | None = typer.Option(None, min=1, help="CPU threads.", show_default=False),
     quick: bool = typer.Option(False, help=f"Only {QUICK_ROWS} rows of middle size of each op."),
+    llmc_state: tuple[Path, Path] | None = typer.Option(
+        None,
+        metavar="MODEL STATE",
+        help="Instead, compare a model of llm.c with its debug state, as its test_gpt2.c does.",
+        show_default=False,
+    ),
 ) -> None:
     """Check gradients and kernels on this machine: every op, at many sizes.
 
@@ -28,6 +35,12 @@ def command(
     """
     backend, why = select(device, threads)
     print(f"checks on {backend.describe()} ({why})\n")
+    if llmc_state is not None:
+        from treadle.cli.llmc_state import compare
+
+        if not compare(*llmc_state, backend):
+            raise typer.Exit(1)
+        return
     ops = _cases_by_op(quick)
     columns = (max(map(len, ops)), len("bfloat16"), 0, 0, 7, len("FAILED"))
     shown = LiveTable(("op", "check", "rows", "worst error", "limit", ""), columns, left=2)

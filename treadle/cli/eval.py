@@ -62,7 +62,8 @@ def command(
         raise DataError(f"{data}: its {split} split has nothing to predict; try --split all")
     nats, predicted, nbytes = 0.0, 0, 0
     for tokens in chosen:
-        nats += model.loss(tokens, batch_size, _watched) * (len(tokens) - 1)
+        windows = -(-(len(tokens) - 1) // model.model.block_size)
+        nats += model.loss(tokens, min(batch_size, windows), _watched) * (len(tokens) - 1)
         predicted += len(tokens) - 1
         if model.tokenizer is not None and model.tokenizer.kind != "other":
             nbytes += count_bytes(tokens[1:], model.tokenizer)

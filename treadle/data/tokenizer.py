@@ -35,6 +35,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from treadle.data.alphabet import BYTE_CHARACTERS, BYTE_OF_CHARACTER
 from treadle.data.fastbpe import FastEncoder, fast_encoder
 from treadle.errors import TokenizerError
 from treadle.files import one_line
@@ -53,20 +54,6 @@ _EOS_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>")
 
 _ANY_CHARACTER = r"[\s\S]"
-
-
-def _byte_characters() -> list[str]:
-    """The printable stand-in of each byte, by value: itself where printable, else from U+0100 on.
-
-    The mapping of GPT-2's `encoder.py`, which byte-level vocabularies are written in.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
-
-
-_BYTE_CHARACTERS = _byte_characters()
-_BYTE_OF_CHARACTER = {character: byte for byte, character in enumerate(_BYTE_CHARACTERS)}
 
 
 class Tokenizer:
@@ -104,7 +91,7 @@ class Tokenizer:
         # The library drops a byte that a vocabulary lacks without a word, so we look ourselves.
         self._missing_bytes = [
             byte
-            for character, byte in _BYTE_OF_CHARACTER.items()
+            for character, byte in BYTE_OF_CHARACTER.items()
             if self.kind == "bpe" and character not in vocab
         ]
         self._id_of_code = _code_table(vocab, self._specials) if self.kind == "char" else None
@@ -141,7 +128,7 @@ class Tokenizer:
     @classmethod
     def byte(cls, specials: Sequence[str] = ()) -> Tokenizer:
         """Ids 0 to 255 are the bytes of UTF-8; 256 is the end of text, then come the `specials`."""
-        vocab = {character: byte for byte, character in enumerate(_BYTE_CHARACTERS)}
+        vocab = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
@@ -163,7 +150,7 @@ class Tokenizer:
                 any vocabulary has.
         """
         special_tokens = _checked_specials([END_OF_TEXT, *specials])
-        smallest = len(_BYTE_CHARACTERS) + len(special_tokens)
+        smallest = len(BYTE_CHARACTERS) + len(special_tokens)
         if vocab_size < smallest:
             raise TokenizerError(
                 f"a BPE of {vocab_size} entries is too small; the bytes and special tokens alone "
@@ -180,7 +167,7 @@ class Tokenizer:
             vocab_size=vocab_size,
             min_frequency=_MIN_FREQUENCY,
             special_tokens=special_tokens,
-            initial_alphabet=sorted(_BYTE_CHARACTERS),
+            initial_alphabet=sorted(BYTE_CHARACTERS),
             show_progress=False,
         )
         # The trainer does not know special tokens inside a text, so they are cut out here.
@@ -237,15 +224,31 @@ class Tokenizer:
                     f"{merges_path}: line {number} is not a merge of two tokens: {line[:40]!r}"
                 )
             merges.append((parts[0], parts[1]))
+        specials = [END_OF_TEXT] if END_OF_TEXT in vocab else []
+        return cls.from_bpe(vocab, merges, specials, f"{vocab_path} and {merges_path}")
+
+    @classmethod
+    def from_bpe(
+        cls,
+        vocab: dict[str, int],
+        merges: list[tuple[str, str]],
+        specials: Sequence[str],
+        where: str,
+    ) -> Tokenizer:
+        """A byte-level BPE from ids by token and the merges in their order, both as `spelled`.
+
+        The `specials` are in the vocabulary too, as they are. `where` names the source in errors.
+
+        Raises:
+            TokenizerError: merges that do not fit the vocabulary.
+        """
         try:
             backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
         except Exception as error:
-            raise TokenizerError(
-                f"{vocab_path} and {merges_path} do not fit each other: {one_line(error)}"
-            ) from None
+            raise TokenizerError(f"{where} do not fit each other: {one_line(error)}") from None
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         backend.decoder = decoders.ByteLevel()
-        _add_specials(backend, [END_OF_TEXT] if END_OF_TEXT in vocab else [])
+        _add_specials(backend, specials)
         return cls(backend)
 
     # ---- text to ids ------------------------------------------------------------------------
@@ -286,7 +289,7 @@ class Tokenizer:
         if not self._can_be_cut:
             return None
         model = json.loads(self._backend.to_str())["model"]
-        return fast_encoder(model, self._backend.model.tokenize, _BYTE_OF_CHARACTER)
+        return fast_encoder(model, self._backend.model.tokenize, BYTE_OF_CHARACTER)
 
     def _encode_fast(self, piece: str, plain: bool) -> np.ndarray | None:
         if self._fast is None or not (plain or not any(s in piece for s in self._specials)):
@@ -354,6 +357,11 @@ class Tokenizer:
         (number,) = self._checked([token_id])
         return self._bytes_of_id[number] or b""
 
+    @property
+    def has_token_bytes(self) -> bool:
+        """Whether the texts of ids are the bytes of their tokens, one after another."""
+        return self.kind != "other" or self._is_byte_level
+
     def stream(self) -> TextStream:
         """A decoder that takes ids one at a time."""
         return TextStream(self)
@@ -370,8 +378,8 @@ class Tokenizer:
 
     def _token_bytes(self, token: str) -> bytes:
         spelled = self._is_byte_level and token not in self._specials
-        if spelled and all(c in _BYTE_OF_CHARACTER for c in token):
-            return bytes(_BYTE_OF_CHARACTER[c] for c in token)
+        if spelled and all(c in BYTE_OF_CHARACTER for c in token):
+            return bytes(BYTE_OF_CHARACTER[c] for c in token)
         return token.encode()
 
     # ---- files ------------------------------------------------------------------------------
@@ -465,7 +473,7 @@ def _kind(spec: dict[str, Any], is_byte_level: bool) -> str:
         return "other"
     if cut["use_regex"]:
         return "bpe"
-    in_order = list(model["vocab"]) == _BYTE_CHARACTERS
+    in_order = list(model["vocab"]) == BYTE_CHARACTERS
     return "byte" if in_order and not model["merges"] else "other"
 
 

@@ -43,6 +43,14 @@ INLINE vf vsilu_slope(vf x) {
     return vfma(x * s, vset(1.0f) - s, s);
 }
 
+/* Soft capping, which keeps x between -cap and cap, and its slope, a function of the result. */
+INLINE vf vsoftcap(vf x, vf cap, vf inverse) { return cap * vtanh(x * inverse); }
+
+INLINE vf vsoftcap_slope(vf y, vf inverse) {
+    vf t = y * inverse;
+    return vfma(-t, t, vset(1.0f));
+}
+
 /* An activation chosen at run time: 1 + its position in ACTIVATIONS of ops/elementwise.py. */
 enum { ACT_NONE, ACT_GELU, ACT_GELU_ERF, ACT_RELU, ACT_SILU };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
@@ -10,8 +11,12 @@ from treadle.errors import CheckpointError, ConfigError
 from treadle.files import one_line
 from treadle.models.base import Model
 
-# architecture: (module, class, model_type of Hugging Face's config.json)
-ARCHITECTURES = {"gpt2": ("treadle.models.gpt2", "GPT2", "gpt2")}
+# architecture: (module, class, each model_type of Hugging Face's config.json)
+ARCHITECTURES = {
+    "gpt2": ("treadle.models.gpt2", "GPT2", ("gpt2",)),
+    "llama": ("treadle.models.llama", "Llama", ("llama",)),
+    "gemma": ("treadle.models.gemma", "Gemma", ("gemma", "gemma2")),
+}
 
 # Keys of Hugging Face's config.json that count something.
 _COUNTS = frozenset(
@@ -35,15 +40,20 @@ def architecture(name: str) -> type[Model]:
 
 
 def build(name: str, **sizes: Any) -> Model:
-    """A model by architecture name and sizes."""
-    return architecture(name)(**sizes)
+    """A model by architecture name and sizes; a size that is None, or that such a model does not
+    have, is left out (config.py refuses what would make a difference)."""
+    cls = architecture(name)
+    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{k: v for k, v in sizes.items() if k in known and v is not None})
 
 
 def from_hf_config(config: Mapping[str, Any]) -> Model:
     """The model that a Hugging Face config.json describes; CheckpointError where it describes none
     that this version has, or holds values that cannot be."""
     kind = config.get("model_type")
-    known = {model_type: name for name, (_, _, model_type) in ARCHITECTURES.items()}
+    known = {
+        model_type: name for name, (*_, kinds) in ARCHITECTURES.items() for model_type in kinds
+    }
     if not isinstance(kind, str) or kind not in known:
         raise CheckpointError(
             f"config.json: unknown model_type {one_line(repr(kind), 60)}; this version reads "

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from treadle.errors import CheckpointError
 from treadle.graph.op import Graph
 from treadle.graph.program import Program
 from treadle.graph.value import Shape, Value, wide
 from treadle.models.cache import Cache
 from treadle.ops.classifier import linear_cross_entropy
+from treadle.ops.elementwise import softcap
 from treadle.ops.linear import matmul
 from treadle.ops.random import normal, stream_of
 
@@ -26,12 +28,14 @@ class Parameter:
     """A weight: its name (Hugging Face's), shape, and initialisation.
 
     std: standard deviation of its normal initialisation around 0; None for a constant `fill`.
+    parts: names and rows of the tensors that files hold in its place, from the first row on.
     """
 
     name: str
     shape: Shape
     std: float | None = None
     fill: float = 0.0
+    parts: tuple[tuple[str, int], ...] = ()
 
     @property
     def size(self) -> int:
@@ -58,6 +62,7 @@ class Model(ABC):
     n_layer: int
     block_size: int
     tie_embeddings: bool
+    final_softcap: float | None = None  # of the logits
 
     @abstractmethod
     def parameters(self) -> list[Parameter]:
@@ -86,17 +91,38 @@ class Model(ABC):
     def hf_config(self, eos_id: int | None) -> dict[str, Any]:
         """The content of Hugging Face's config.json."""
 
-    @abstractmethod
     def to_hf(self, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Weights as the checkpoint stores them."""
+        tensors = {}
+        for p in self.parameters():
+            row = 0
+            for name, rows in p.parts or ((p.name, p.shape[0]),):
+                tensors[name] = weights[p.name][row : row + rows]
+                row += rows
+        return tensors
 
-    @abstractmethod
     def from_hf(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Weights from a checkpoint's tensors; CheckpointError where one does not fit."""
+        weights = {}
+        for p in self.parameters():
+            found = []
+            for name, rows in p.parts or ((p.name, p.shape[0]),):
+                shape = (rows, *p.shape[1:])
+                if name not in tensors:
+                    raise CheckpointError(f"the checkpoint has no tensor '{name}'")
+                if tensors[name].shape != shape:
+                    raise CheckpointError(
+                        f"tensor '{name}' has shape {list(tensors[name].shape)}, the model wants "
+                        f"{list(shape)}"
+                    )
+                found.append(np.asarray(tensors[name], np.float32))
+            weights[p.name] = found[0] if len(found) == 1 else np.concatenate(found)
+        return weights
 
     def logits(self, w: Weights, hidden: Value) -> Value:
         """[..., C] to [..., V], float32 where hidden is bfloat16: rounded, many would be equal."""
-        return matmul(hidden, self.head(w), transpose_b=True, dtype=wide(hidden.dtype))
+        logits = matmul(hidden, self.head(w), transpose_b=True, dtype=wide(hidden.dtype))
+        return logits if self.final_softcap is None else softcap(logits, self.final_softcap)
 
     def loss(
         self,
@@ -111,7 +137,8 @@ class Model(ABC):
         seed: for training, the gradient of that sum, with which differentiation begins; shape ().
         """
         hidden = self.hidden(w, tokens, random)
-        return linear_cross_entropy(hidden, self.head(w), targets, seed)
+        head, cap = self.head(w), self.final_softcap
+        return linear_cross_entropy(hidden, head, targets, seed, softcap=cap)
 
     def n_parameters(self) -> int:
         """Number of trained numbers."""

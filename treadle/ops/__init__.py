@@ -8,6 +8,7 @@ from treadle.ops.elementwise import (
     activation,
     add,
     copy,
+    gated,
     gelu,
     gelu_erf,
     mul,
@@ -15,14 +16,16 @@ from treadle.ops.elementwise import (
     reshape,
     scale,
     silu,
+    softcap,
     sum_leading,
 )
 from treadle.ops.embedding import embedding, select_row
 from treadle.ops.linear import linear, matmul
 from treadle.ops.loss import cross_entropy, mean, mean_squared_error
-from treadle.ops.norm import layernorm
+from treadle.ops.norm import layernorm, rmsnorm
 from treadle.ops.optim import accumulate, adamw, clip, sgd
 from treadle.ops.random import dropout
+from treadle.ops.rope import rope
 
 __all__ = [
     "accumulate",
@@ -37,6 +40,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "gated",
     "gelu",
     "gelu_erf",
     "layernorm",
@@ -48,10 +52,13 @@ __all__ = [
     "mul",
     "relu",
     "reshape",
+    "rmsnorm",
+    "rope",
     "scale",
     "select_row",
     "sgd",
     "silu",
+    "softcap",
     "sum_leading",
     "zeros",
 ]

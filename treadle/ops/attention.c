@@ -8,123 +8,29 @@
    heads that share it. It packs K and V as fp32 once and adds in a fixed order: heads, then blocks of
    queries, then blocks of keys. */
 
+#include "activation.h"
 #include "call.h"
 #include "philox.h"
-#include "tile.h"
+#include "product.h"
 
-#define ROWS 8 /* rows of a product come in this number */
-#if VL == 16 || defined(__aarch64__)
-#define WIDE 4 /* vectors of a row that a register tile holds, by the number of registers */
-#else
-#define WIDE 2
-#endif
 #define STRIP (16 / VL) /* vectors of queries on the diagonal that share one limit of keys */
 #define LOWEST (-3.0e38f) /* finite: exp(-inf - LOWEST) is 0 where exp(-inf + inf) is NaN */
-
-INLINE int64_t round_up(int64_t n, int64_t unit) { return ceil_div(n, unit) * unit; }
-
-/* ---- products ------------------------------------------------------------------------------------- */
-
-enum { STORE, ADD, RESCALE };
-
-/* A(m, k) = a[m * am + k * ak], one of the strides 1; B and C have rows of `bk` and `cm` floats. */
-typedef struct {
-    const float *a;
-    int64_t am, ak;
-    const float *b;
-    int64_t bk;
-    float *c;
-    int64_t cm;
-} operands;
-
-/* One register tile of C = start + A B: start is 0, C, or C times a factor for each column. */
-INLINE void register_tile(const int rows, const int vectors, const int mode, operands o, int64_t k,
-                          const float *factor) {
-    vf acc[ROWS][WIDE];
-    UNROLL for (int i = 0; i < rows; i++) {
-        UNROLL for (int v = 0; v < vectors; v++) {
-            acc[i][v] = mode == STORE ? vzero() : vload_f32(o.c + i * o.cm + v * VL);
-            if (mode == RESCALE) acc[i][v] *= vload_f32(factor + v * VL);
-        }
-    }
-    for (; k > 0; k--, o.a += o.ak, o.b += o.bk) {
-        vf b[WIDE];
-        UNROLL for (int v = 0; v < vectors; v++) b[v] = vload_f32(o.b + v * VL);
-        UNROLL for (int i = 0; i < rows; i++) {
-            vf a = vset(o.a[i * o.am]);
-            UNROLL for (int v = 0; v < vectors; v++) acc[i][v] = vfma(a, b[v], acc[i][v]);
-        }
-    }
-    UNROLL for (int i = 0; i < rows; i++) {
-        UNROLL for (int v = 0; v < vectors; v++) vstore_f32(o.c + i * o.cm + v * VL, acc[i][v]);
-    }
-}
-
-/* A column of register tiles; `triangular`: A(m, k) is zero where k < m. */
-INLINE void tile_column(const int height, const int vectors, const int mode, operands o, int64_t rows,
-                        int64_t k, const float *factor, int triangular) {
-    for (int64_t m = 0; m < rows; m += height) {
-        const int64_t skip = triangular ? m / ROWS * ROWS : 0;
-        operands at = o;
-        at.a += m * o.am + skip * o.ak;
-        at.b += skip * o.bk;
-        at.c += m * o.cm;
-        register_tile(height, vectors, mode, at, k - skip, factor);
-    }
-}
-
-INLINE void product(const int mode, operands o, int64_t rows, int64_t vectors, int64_t k,
-                    const float *factor, int triangular) {
-    for (; vectors > 0; vectors -= WIDE, o.b += WIDE * VL, o.c += WIDE * VL, factor += WIDE * VL) {
-        if (vectors == 1) tile_column(8, 1, mode, o, rows, k, factor, triangular);
-#if WIDE == 4
-        else if (vectors == 2) tile_column(8, 2, mode, o, rows, k, factor, triangular);
-        else if (vectors == 3) tile_column(4, 3, mode, o, rows, k, factor, triangular);
-#endif
-        else tile_column(4, WIDE, mode, o, rows, k, factor, triangular);
-    }
-}
-
-/* C[rows][vectors VL] = A B with A[rows][k], rows of `am` floats. */
-static void multiply(const float *a, int64_t am, const float *b, int64_t bk, float *c, int64_t cm,
-                     int64_t rows, int64_t vectors, int64_t k) {
-    product(STORE, (operands){a, am, 1, b, bk, c, cm}, rows, vectors, k, c, 0);
-}
-
-/* C += A B with A[rows][k]. */
-static void multiply_add(const float *a, int64_t am, const float *b, int64_t bk, float *c, int64_t cm,
-                         int64_t rows, int64_t vectors, int64_t k, int triangular) {
-    product(ADD, (operands){a, am, 1, b, bk, c, cm}, rows, vectors, k, c, triangular);
-}
-
-/* C += A^T B with A[k][rows]. */
-static void multiply_add_transposed(const float *a, int64_t ak, const float *b, int64_t bk, float *c,
-                                    int64_t cm, int64_t rows, int64_t vectors, int64_t k) {
-    product(ADD, (operands){a, 1, ak, b, bk, c, cm}, rows, vectors, k, c, 0);
-}
-
-/* C = C factor + A^T B with A[k][rows], a factor for each column. */
-static void rescale_add_transposed(const float *a, int64_t ak, const float *b, int64_t bk, float *c,
-                                   int64_t cm, int64_t rows, int64_t vectors, int64_t k,
-                                   const float *factor) {
-    product(RESCALE, (operands){a, 1, ak, b, bk, c, cm}, rows, vectors, k, factor, 0);
-}
 
 /* ---- sizes and scratch ---------------------------------------------------------------------------- */
 
 typedef struct {
     int64_t time, heads, kv_heads, size;
     int64_t rows, padded, block; /* time and size rounded up, in scratch; queries and keys of a tile */
-    int64_t splits;
+    int64_t splits, window; /* a query sees so many keys at most, its own the last of them */
     int64_t group, row;            /* query heads of a key head; numbers in a row of qkv */
     int64_t batch, kv_head, split; /* the task's own */
-    float scale;
+    float scale, cap; /* of scores; no cap where it is 0 */
 } sizes;
 
 INLINE sizes sizes_of(const call *c, int64_t task) {
     sizes s = {.time = c->dim[0], .heads = c->dim[1], .kv_heads = c->dim[2], .size = c->dim[3],
                .rows = c->dim[4], .padded = c->dim[5], .block = c->dim[6], .splits = c->dim[7],
-               .scale = (float)c->num[0]};
+               .window = c->dim[10], .scale = (float)c->num[0], .cap = (float)c->num[2]};
     s.group = s.heads / s.kv_heads;
     s.row = (s.heads + 2 * s.kv_heads) * s.size;
     s.split = task % s.splits;
@@ -138,6 +44,12 @@ INLINE int64_t keys_of(const sizes *s) {
     int64_t blocks = ceil_div(s->time, s->block);
     int64_t last = s->split + (blocks - 1 - s->split) / s->splits * s->splits;
     return min_i64(s->time, (last + 1) * s->block);
+}
+
+/* The first block of keys that the block of queries from i sees. */
+INLINE int64_t first_keys(const sizes *s, int64_t i) {
+    const int64_t key = i - s->window + 1;
+    return key > 0 ? key / s->block * s->block : 0;
 }
 
 INLINE float *take(float **free, int64_t n) {
@@ -284,11 +196,8 @@ INLINE strip strip_at(int64_t first, int64_t queries, int64_t keys, int diagonal
     return s;
 }
 
-/* score[key][query] = K Q^T with Q scaled beforehand, -inf where the key comes after the query. */
-static void scores(float *score, const float *k, const float *qt, strip p, const sizes *s) {
-    const int64_t at = p.first * VL;
-    multiply(k, s->padded, qt + at, s->block, score + at, s->block, p.rows, p.vectors, s->size);
-    if (!p.diagonal) return;
+/* -inf for the keys that come after a query of the strip: keys and queries of one block. */
+static void mask_later(float *score, strip p, const sizes *s) {
     for (int64_t v = p.first; v < p.first + p.vectors; v++) {
         const vi query = vset_i((int32_t)(v * VL)) + viota();
         for (int64_t key = v * VL + 1; key < p.rows; key++) {
@@ -297,6 +206,37 @@ static void scores(float *score, const float *k, const float *qt, strip p, const
             vstore_f32(x, vselect(later, vset(-INFINITY), vload_f32(x)));
         }
     }
+}
+
+/* -inf for the keys that lie before the window of a query; `ahead`: how far the queries' block lies
+   behind that of the keys. */
+static void mask_earlier(float *score, strip p, int64_t ahead, const sizes *s) {
+    for (int64_t v = p.first; v < p.first + p.vectors; v++) {
+        const int64_t start = v * VL + ahead - s->window + 1; /* of the first query's window */
+        const vi first = vset_i((int32_t)start) + viota();
+        for (int64_t key = 0; key < min_i64(p.rows, start + VL - 1); key++) {
+            float *x = score + key * s->block + v * VL;
+            vm earlier = vlt_i(vset_i((int32_t)key), first);
+            vstore_f32(x, vselect(earlier, vset(-INFINITY), vload_f32(x)));
+        }
+    }
+}
+
+/* score[key][query] = K Q^T with Q scaled beforehand, capped, and -inf where the query does not see the
+   key; `ahead`: how far the queries' block lies behind that of the keys. */
+static void scores(float *score, const float *k, const float *qt, strip p, int64_t ahead, const sizes *s) {
+    const int64_t at = p.first * VL;
+    multiply(k, s->padded, qt + at, s->block, score + at, s->block, p.rows, p.vectors, s->size);
+    if (s->cap > 0.0f) {
+        const vf cap = vset(s->cap), inverse = vset(1.0f / s->cap);
+        for (int64_t r = 0; r < p.rows * s->block; r += s->block) {
+            for (float *x = score + r + at; x < score + r + at + p.vectors * VL; x += VL) {
+                vstore_f32(x, vsoftcap(vload_f32(x), cap, inverse));
+            }
+        }
+    }
+    if (p.diagonal) mask_later(score, p, s);
+    if ((p.first + p.vectors) * VL + ahead > s->window) mask_earlier(score, p, ahead, s);
 }
 
 /* ---- forward -------------------------------------------------------------------------------------- */
@@ -344,7 +284,7 @@ static void forward_tile(const gathering *g, const float *k, const float *v, con
     strip p = strip_at(0, queries, keys, i == j);
     for (; p.vectors > 0; p = strip_at(p.first + p.vectors, queries, keys, i == j)) {
         const int64_t first = p.first * VL;
-        scores(g->score, k, g->qt, p, s);
+        scores(g->score, k, g->qt, p, i - j, s);
         for (int64_t n = first; n < first + p.vectors * VL; n += VL) {
             float *score = g->score + n, *keep = g->keep + n;
             softmax_step(score, p.rows, s->block, g->maximum + n, g->sum + n, g->factor + n);
@@ -361,8 +301,8 @@ static void forward_tile(const gathering *g, const float *k, const float *v, con
 
 /* y, lse = attention(qkv); lse may be absent, random is absent without dropout.
    ptr: y [B,T,H*D], lse [B,H,T] fp32, qkv [B,T,(H+2K)*D], random.
-   dim: T, H, K, D, T and D rounded up to whole vectors, block, splits, stream, p 2^24.
-   num: scale, 1/(1-p).  tasks: B x K x splits. */
+   dim: T, H, K, D, T and D rounded up to whole vectors, block, splits, stream, p 2^24, window.
+   num: scale, 1/(1-p), cap or 0.  tasks: B x K x splits. */
 KERNEL(attention_forward) {
     T *y = c->ptr[0];
     float *lse = c->ptr[1];
@@ -396,7 +336,7 @@ KERNEL(attention_forward) {
             pack_transposed(g.qt, qkv + i * s.row + h * s.size, s.row, queries, &s, s.scale);
             memset(g.yt, 0, (size_t)wide * sizeof(float));
             for (int64_t n = 0; n < s.block; n++) g.maximum[n] = LOWEST, g.sum[n] = 0.0f;
-            for (int64_t j = 0; j <= i; j += s.block) {
+            for (int64_t j = first_keys(&s, i); j <= i; j += s.block) {
                 forward_tile(&g, k, v, &s, random ? &drop : NULL, h, i, j);
             }
             for (int64_t n = 0; n < queries; n += VL) {
@@ -413,18 +353,25 @@ KERNEL(attention_forward) {
 
 /* ---- backward ------------------------------------------------------------------------------------- */
 
-/* score becomes the kept probability P, dp becomes dS = P (dP - delta); one vector of queries. */
-INLINE void backward_step(float *score, float *dp, const float *keep, int64_t rows, int64_t block,
-                          vf lse, vf delta, const int dropout) {
+/* score becomes the kept probability P, dp becomes dS = P (dP - delta), times the slope of the cap; one
+   vector of queries. */
+INLINE void backward_step(float *score, float *dp, const float *keep, int64_t rows, const sizes *s, vf lse,
+                          vf delta, const int dropout, const int capped) {
+    const int64_t block = s->block;
+    const vf lowest = vset(-s->cap), inverse = vset(1.0f / s->cap);
     for (int64_t r = 0; r < rows * block; r += block) {
-        vf p = vexp(vload_f32(score + r) - lse), d = vload_f32(dp + r), kept = p;
+        const vf x = vload_f32(score + r), p = vexp(x - lse);
+        vf d = vload_f32(dp + r), kept = p;
         if (dropout) {
             vf factor = vload_f32(keep + r);
             d *= factor;
             kept *= factor;
         }
+        d = p * (d - delta);
+        /* The slope is 0 at -cap, and so where a score is -inf. */
+        if (capped) d *= vsoftcap_slope(vmax_b(lowest, x), inverse);
         vstore_f32(score + r, kept);
-        vstore_f32(dp + r, p * (d - delta));
+        vstore_f32(dp + r, d);
     }
 }
 
@@ -456,7 +403,7 @@ static void backward_tile(const querying *q, const float *k, const float *v, flo
     strip p = strip_at(0, queries, keys, diagonal);
     for (; p.vectors > 0; p = strip_at(p.first + p.vectors, queries, keys, diagonal)) {
         const int64_t first = p.first * VL;
-        scores(q->score, k, q->qt, p, s);
+        scores(q->score, k, q->qt, p, i - j, s);
         multiply(v, s->padded, q->dyt + first, s->block, q->dp + first, s->block, p.rows, p.vectors,
                  s->size);
         for (int64_t n = first; n < first + p.vectors * VL; n += VL) {
@@ -464,9 +411,11 @@ static void backward_tile(const querying *q, const float *k, const float *v, flo
             float *score = q->score + n, *dp = q->dp + n, *keep = q->keep + n;
             if (drop) {
                 keep_factors(keep, drop, s, head, i + n, j, p.rows);
-                backward_step(score, dp, keep, p.rows, s->block, lse, delta, 1);
+                backward_step(score, dp, keep, p.rows, s, lse, delta, 1, s->cap > 0.0f);
+            } else if (s->cap > 0.0f) {
+                backward_step(score, dp, keep, p.rows, s, lse, delta, 0, 1);
             } else {
-                backward_step(score, dp, keep, p.rows, s->block, lse, delta, 0);
+                backward_step(score, dp, keep, p.rows, s, lse, delta, 0, 0);
             }
         }
         multiply_add_transposed(k, s->padded, q->dp + first, s->block, q->dqt + first, s->block, depth,
@@ -532,7 +481,7 @@ KERNEL(attention_backward) {
                 vstore_f32(q.lse + n, vloadn_f32(saved + n, min_i64(VL, queries - n)));
             }
             memset(q.dqt, 0, (size_t)wide * sizeof(float));
-            for (int64_t j = 0; j <= i; j += s.block) {
+            for (int64_t j = first_keys(&s, i); j <= i; j += s.block) {
                 backward_tile(&q, k, v, dk, dv, &s, random ? &drop : NULL, h, i, j);
             }
             store_transposed(dqkv + in, s.row, queries, q.dqt, &s, scale);

@@ -2,7 +2,8 @@
 
 Dao, Fu, Ermon, Rudra & Ré 2022, "FlashAttention: Fast and Memory-Efficient Exact Attention with
 IO-Awareness"; the online softmax is Milakov & Gimelshein 2018; grouped queries are Ainslie et al.
-2023. The reference is the plain form, with the matrix.
+2023; sliding windows Beltagy, Peters & Cohan 2020, "Longformer"; capped scores Gemma Team 2024,
+"Gemma 2". The reference is the plain form, with the matrix.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class _Heads(Op):
     scale: float | None = None
     dropout: float = 0.0
     stream: int = 0
+    window: int | None = None
+    softcap: float | None = None
 
     def factor(self, size: int) -> float:
         """What scores are multiplied by: `scale`, or 1/√D when it is None."""
@@ -85,6 +88,9 @@ class _Heads(Op):
             shape[2],
             "heads of queries, keys and values lie packed in it",
         )
+        window, cap = self.window, self.softcap
+        expect(window is None or window >= 1, op, "a window of at least 1", window)
+        expect(cap is None or cap > 0, op, "a softcap above 0", cap)
         expect(0.0 <= self.dropout < 1.0, op, "a dropout with 0 <= p < 1", self.dropout)
         if self.dropout > 0:
             got = "none" if random is None else list(random.shape)
@@ -103,10 +109,15 @@ class _Heads(Op):
         return heads[:, :h], keys, values
 
     def scores(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """scale · Q Kᵀ [B, H, T, T], -∞ where the key comes after the query."""
+        """S [B, H, T, T]: scale · Q Kᵀ, capped, and -∞ where the query does not see the key."""
         t, d = q.shape[2:]
-        scaled = (q @ k.swapaxes(2, 3)) * self.factor(d)
-        return np.where(np.tri(t, dtype=bool), scaled, -np.inf)
+        s = (q @ k.swapaxes(2, 3)) * self.factor(d)
+        if self.softcap is not None:
+            s = self.softcap * np.tanh(s / self.softcap)
+        seen = np.tri(t, dtype=bool)
+        if self.window is not None:
+            seen &= ~np.tri(t, k=-self.window, dtype=bool)
+        return np.where(seen, s, s.dtype.type(-np.inf))
 
     def keep(self, p: np.ndarray, random: np.ndarray | None) -> np.ndarray:
         """1/(1-p) or 0 for each probability [B, H, T, T]; ones without dropout."""
@@ -128,10 +139,10 @@ class _Heads(Op):
         threshold = ceil(self.dropout * 2**UNIFORM_BITS)
         t, d = qkv.shape[1], self.head_size(qkv)
         sizes = [t, self.n_head, self.n_kv_head, d, _pad(t), _pad(d), BLOCK, splits]
-        return [*sizes, self.stream, threshold]
+        return [*sizes, self.stream, threshold, min(self.window or t, t)]
 
     def _nums(self, qkv: Value) -> list[float]:
-        return [self.factor(self.head_size(qkv)), 1.0 / (1.0 - self.dropout)]
+        return [self.factor(self.head_size(qkv)), 1.0 / (1.0 - self.dropout), self.softcap or 0.0]
 
     def _scratch(self, qkv: Value, whole: int, wide: int, tiles: int, vectors: int) -> int:
         """Bytes of so many K's, blocks of queries, tiles of scores, and numbers for each query."""
@@ -142,8 +153,11 @@ class _Heads(Op):
 
 @dataclass(frozen=True)
 class Attention(_Heads):
-    """y = (drop ∘ softmax(scale · Q Kᵀ + causal mask)) V for each head, and
-    lse[b, h, t] = log Σ_j exp(scale · q_t · k_j) over the keys j ≤ t.
+    """y = (drop ∘ softmax(S)) V for each head, with the scores S[t, j] = scale · q_t · k_j where
+    query t sees key j, else -∞; and lse[b, h, t] = log Σ_j exp S[t, j].
+
+    A query sees the keys j ≤ t, with a `window` only those with j > t - window. With a `softcap`
+    S = softcap · tanh(scale · Q Kᵀ / softcap) before the mask.
 
     qkv: [B, T, (H + 2K) D]: H query heads, K key heads, K value heads, each D wide; query head h
     uses key and value head h // (H / K).  y: [B, T, H D].  lse: float32 for bfloat16 inputs.
@@ -204,12 +218,13 @@ class Attention(_Heads):
 @dataclass(frozen=True)
 class AttentionGrad(_Heads):
     """dqkv of an Attention, from its output and saved lse. For each head, with P = exp(S - lse),
-    S = scale · Q Kᵀ + causal mask, and drop the factors 0 or 1/(1-p):
+    and drop the factors 0 or 1/(1-p):
 
         dV = (drop ∘ P)ᵀ dy          dS = P ∘ (drop ∘ (dy Vᵀ) - rowsum(dy ∘ y))
         dQ = scale · dS K            dK = scale · dSᵀ Q
 
-    dK and dV are summed over the query heads of a group.
+    with dS ∘ (1 - (S / softcap)²) in place of dS where scores are capped. dK and dV are summed over
+    the query heads of a group.
     """
 
     name: ClassVar[str] = "attention_grad"
@@ -236,10 +251,13 @@ class AttentionGrad(_Heads):
         h, n = self.n_head, self.n_kv_head
         q, k, v = self.split(qkv)
         dy, y = (x.reshape(b, t, h, -1).swapaxes(1, 2) for x in (dy, y))
-        p = np.exp(self.scores(q, k) - lse[..., None])
+        s = self.scores(q, k)
+        p = np.exp(s - lse[..., None])
         keep = self.keep(p, random)
         dv = (p * keep).swapaxes(2, 3) @ dy
         ds = p * ((dy @ v.swapaxes(2, 3)) * keep - (dy * y).sum(axis=3, keepdims=True))
+        if self.softcap is not None:
+            ds *= 1.0 - np.square(np.maximum(s, -self.softcap) / self.softcap)
         ds *= self.factor(q.shape[3])
         dq, dk = ds @ k, ds.swapaxes(2, 3) @ q
         dk, dv = (x.reshape(b, n, h // n, t, -1).sum(axis=2) for x in (dk, dv))
@@ -293,10 +311,12 @@ def _random(node: Node) -> Value | None:
 
 
 def _flops(op: _Heads, qkv: Value | None, products: int) -> int:
-    """So many matrix products over the causal half: 2 D operations for each pair of positions."""
+    """So many matrix products: 2 D operations for each pair of a query and a key that it sees."""
     assert qkv is not None
     b, t, _ = qkv.shape
-    return products * 2 * op.head_size(qkv) * b * op.n_head * (t * (t + 1) // 2)
+    unseen = t - min(op.window or t, t)
+    pairs = (t * (t + 1) - unseen * (unseen + 1)) // 2
+    return products * 2 * op.head_size(qkv) * b * op.n_head * pairs
 
 
 # ---------------------------------------------------------------- the function
@@ -310,6 +330,8 @@ def attention(
     dropout: float = 0.0,
     random: Value | None = None,
     name: str = "attention",
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Value:
     """Causal self-attention over packed queries, keys and values; y [B, T, n_head · D].
 
@@ -318,9 +340,12 @@ def attention(
     dropout: probability with which a softmax weight is zeroed.  random: uint32[4], see Attention;
     used only with dropout.
     name: names the node and selects its random stream; it must be the same on every rank.
+    window: a query sees itself and the window - 1 tokens before it; all before it when None.
+    softcap: scores s become softcap · tanh(s / softcap); not when None.
     ShapeError or DTypeError when the input does not fit.
     """
     k = n_head if n_kv_head is None else n_kv_head
-    op = Attention(n_head, k, scale, dropout, stream_of(name) if dropout > 0 else 0)
+    stream = stream_of(name) if dropout > 0 else 0
+    op = Attention(n_head, k, scale, dropout, stream, window, softcap)
     inputs = (qkv, random) if dropout > 0 else (qkv,)
     return qkv.graph.apply(op, *inputs, name=name)[0]

@@ -59,28 +59,31 @@ class LinearCrossEntropyLoss(Op):
 
     x [..., C]; weight [V, C] of x's dtype; targets int32 [...]. Both outputs have shape (), float32
     where x is bfloat16. Targets equal to ignore_index, or outside 0 … V-1, are left out. See
-    CrossEntropy. chunk: rows at a time, by the shape when None. The gradient computes the logits
-    once more; where it is wanted, LinearCrossEntropy is cheaper.
+    CrossEntropy. chunk: rows at a time, by the shape when None. softcap: where given, the logits
+    are softcap · tanh(x · weightᵀ / softcap) instead. The gradient computes the logits once more;
+    where it is wanted, LinearCrossEntropy is cheaper.
     """
 
     ignore_index: int = -1
     chunk: int | None = None
+    softcap: float | None = None
     name: ClassVar[str] = "linear_cross_entropy_loss"
 
     def infer(self, x: Spec, weight: Spec, targets: Spec) -> Sequence[Spec]:
-        _expect_inputs(self.name, x, weight, targets)
+        _expect_inputs(self.name, x, weight, targets, self.softcap)
         out = Spec((), wide(x.dtype))
         return (out, out)
 
     def reference(
         self, x: np.ndarray, weight: np.ndarray, targets: np.ndarray
     ) -> Sequence[np.ndarray]:
-        return CrossEntropy(self.ignore_index).reference(x @ weight.T, targets)[:2]
+        logits = _logits(x, weight, self.softcap)
+        return CrossEntropy(self.ignore_index).reference(logits, targets)[:2]
 
     def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
         if dys[0] is None:
             return None, None, None
-        op = LinearCrossEntropy(self.ignore_index, self.chunk)
+        op = LinearCrossEntropy(**self.attributes())
         _, _, *gradients = dys[0].graph.apply(op, *node.inputs, dys[0], name=self.name)
         return (*gradients, None)
 
@@ -88,7 +91,7 @@ class LinearCrossEntropyLoss(Op):
         return _cost(node, products=1)
 
     def lower(self, backend: str, node: Node) -> Sequence[Launch]:
-        return _lower(node, self.ignore_index, self.chunk)
+        return _lower(node, self.ignore_index, self.chunk, self.softcap)
 
 
 # ---------------------------------------------------------------- loss and gradients
@@ -99,6 +102,7 @@ class LinearCrossEntropy(Op):
     """LinearCrossEntropyLoss together with its gradients, for a gradient of the loss that is known:
 
         dlogits = (softmax(logits) - onehot(target)) · dloss, 0 where ignored
+                  and times 1 - (logits / softcap)² where they are capped
         dx = dlogits · weight        dweight = dlogitsᵀ · x
 
     dloss (), of the loss's dtype, read at run time. Outputs: loss_sum (), count (), dx like x, and
@@ -107,6 +111,7 @@ class LinearCrossEntropy(Op):
 
     ignore_index: int = -1
     chunk: int | None = None
+    softcap: float | None = None
     name: ClassVar[str] = "linear_cross_entropy"
     optional: ClassVar[tuple[int, ...]] = (2, 3)
 
@@ -115,7 +120,7 @@ class LinearCrossEntropy(Op):
         return {}
 
     def infer(self, x: Spec, weight: Spec, targets: Spec, dloss: Spec) -> Sequence[Spec]:
-        _expect_inputs(self.name, x, weight, targets)
+        _expect_inputs(self.name, x, weight, targets, self.softcap)
         out = Spec((), wide(x.dtype))
         expect_same(self.name, out, dloss)
         return (out, out, x, Spec(weight.shape, wide(x.dtype)))
@@ -123,10 +128,12 @@ class LinearCrossEntropy(Op):
     def reference(
         self, x: np.ndarray, weight: np.ndarray, targets: np.ndarray, dloss: np.ndarray
     ) -> Sequence[np.ndarray]:
-        logits = x @ weight.T
+        logits = _logits(x, weight, self.softcap)
         loss_sum, count, lse = CrossEntropy(self.ignore_index).reference(logits, targets)
         op = CrossEntropyGrad(self.ignore_index)
         (dlogits,) = op.reference(dloss, logits, targets, lse)
+        if self.softcap is not None:
+            dlogits = dlogits * (1.0 - np.square(logits / self.softcap))
         rows = dlogits.reshape(-1, len(weight))
         return (loss_sum, count, dlogits @ weight, rows.T @ x.reshape(len(rows), -1))
 
@@ -144,7 +151,7 @@ class LinearCrossEntropy(Op):
         return _cost(node, products=3)
 
     def lower(self, backend: str, node: Node) -> Sequence[Launch]:
-        return _lower(node, self.ignore_index, self.chunk)
+        return _lower(node, self.ignore_index, self.chunk, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -180,8 +187,9 @@ class LinearCrossEntropyInto(LinearCrossEntropy):
 # ---------------------------------------------------------------- what they share
 
 
-def _expect_inputs(op: str, x: Spec, weight: Spec, targets: Spec) -> None:
+def _expect_inputs(op: str, x: Spec, weight: Spec, targets: Spec, softcap: float | None) -> None:
     expect_float(op, x, weight)
+    expect(softcap is None or softcap > 0, op, "a softcap above 0", softcap)
     expect(len(x.shape) >= 1 and x.size > 0, op, "x [..., C]", list(x.shape))
     expect(
         len(weight.shape) == 2 and weight.shape[1] == x.shape[-1] and weight.size > 0,
@@ -197,6 +205,11 @@ def _expect_inputs(op: str, x: Spec, weight: Spec, targets: Spec) -> None:
     expect(targets.shape == rows, op, f"targets {list(rows)}", list(targets.shape))
 
 
+def _logits(x: np.ndarray, weight: np.ndarray, softcap: float | None) -> np.ndarray:
+    logits = x @ weight.T
+    return logits if softcap is None else softcap * np.tanh(logits / softcap)
+
+
 def _sizes(node: Node) -> tuple[int, int, int]:
     """Rows, vocabulary V and channels C."""
     x, weight = node.inputs[:2]
@@ -209,7 +222,7 @@ def _cost(node: Node, products: int) -> Cost:
     return Cost(rows * vocabulary * (2 * channels * products + 2 + products), touched(node))
 
 
-def _lower(node: Node, ignore_index: int, most: int | None) -> list[Launch]:
+def _lower(node: Node, ignore_index: int, most: int | None, softcap: float | None) -> list[Launch]:
     """Chunk by chunk: logits in float32, loss and lse, dlogits in their place, dx, and dweight.
 
     Beside bfloat16 a row of dlogits takes the first half of the memory of its logits.
@@ -241,6 +254,11 @@ def _lower(node: Node, ignore_index: int, most: int | None) -> list[Launch]:
             transpose_b=True,
             packed=packed,
         )
+        if softcap is not None:
+            capping, size_ = suffixed("softcap_forward", "float32"), n * vocabulary
+            launches.append(
+                Launch(capping, [logits] * 2, 1, [size_], [softcap], tasks=blocks(size_))
+            )
         launches.append(
             Launch(
                 suffixed("cross_entropy_forward", "float32"),
@@ -253,7 +271,7 @@ def _lower(node: Node, ignore_index: int, most: int | None) -> list[Launch]:
         if dx is not None or dweight is not None:
             kernel = suffixed("classifier_backward", x.dtype)
             args = [logits, node.inputs[3], labels, lse]
-            launches.append(Launch(kernel, args, 1, dims, tasks=partials[i]))
+            launches.append(Launch(kernel, args, 1, dims, [softcap or 0.0], tasks=partials[i]))
         if dx is not None:
             launches += matmul_launches(
                 Slice(dx, start * channels * size, n * channels * size),
@@ -283,18 +301,19 @@ def linear_cross_entropy(
     targets: Value,
     dloss: Value | None = None,
     ignore_index: int = -1,
+    softcap: float | None = None,
 ) -> tuple[Value, Value]:
     """(loss_sum, count) of the softmax cross-entropy of logits = x · weightᵀ, without ever holding
     all logits: x [..., C], weight [V, C], targets int32 [...]; both results have shape ().
 
     dloss: the gradient of loss_sum, if it is known beforehand; the gradients of x and weight are
     then computed along with the loss, and differentiation must be seeded with just this value
-    (GraphError otherwise). ShapeError or DTypeError where inputs do not fit. See
-    LinearCrossEntropy.
+    (GraphError otherwise). softcap: keeps the logits between -softcap and softcap. ShapeError or
+    DTypeError where inputs do not fit. See LinearCrossEntropy.
     """
-    inputs, index = (x, weight, targets), int(ignore_index)
+    inputs, attributes = (x, weight, targets), (int(ignore_index), None, softcap)
     if dloss is None:
-        loss_sum, count = x.graph.apply(LinearCrossEntropyLoss(index), *inputs)
+        loss_sum, count = x.graph.apply(LinearCrossEntropyLoss(*attributes), *inputs)
     else:
-        loss_sum, count, _, _ = x.graph.apply(LinearCrossEntropy(index), *inputs, dloss)
+        loss_sum, count, _, _ = x.graph.apply(LinearCrossEntropy(*attributes), *inputs, dloss)
     return loss_sum, count

@@ -155,6 +155,63 @@ ACTIVATION(gelu_erf)
 ACTIVATION(relu)
 ACTIVATION(silu)
 
+/* ---- gated activations: y[n] = f(gate[n]) x[n] ------------------------------------------------------- */
+
+/* dgate, dx; dy, gate, x; dims n. Either output may be any of the inputs. */
+INLINE void gated_backward(const call *c, int64_t task, unary f, unary slope) {
+    T *dgate = c->ptr[0], *dx = c->ptr[1];
+    const T *dy = c->ptr[2], *gate = c->ptr[3], *x = c->ptr[4];
+    int64_t end, i = share_of(c, task, c->dim[0], &end);
+    for (; i + VL <= end; i += VL) {
+        const vf d = vload(dy + i), g = vload(gate + i), v = vload(x + i);
+        vstore(dgate + i, d * v * slope(g));
+        vstore(dx + i, d * f(g));
+    }
+    if (i < end) {
+        const int64_t n = end - i;
+        const vf d = vloadn(dy + i, n), g = vloadn(gate + i, n), v = vloadn(x + i, n);
+        vstoren(dgate + i, d * v * slope(g), n);
+        vstoren(dx + i, d * f(g), n);
+    }
+}
+
+#define GATED(kind) \
+    INLINE vf gated_##kind(vf gate, vf x) { return v##kind(gate) * x; } \
+    KERNEL(gated_##kind##_forward) { zip(c, task, gated_##kind); } \
+    KERNEL(gated_##kind##_backward) { gated_backward(c, task, v##kind, v##kind##_slope); }
+
+GATED(gelu)
+GATED(gelu_erf)
+GATED(relu)
+GATED(silu)
+
+/* ---- soft capping -------------------------------------------------------------------------------------- */
+
+/* y[n] = cap tanh(x[n] / cap); nums cap */
+KERNEL(softcap_forward) {
+    T *y = c->ptr[0];
+    const T *x = c->ptr[1];
+    const vf cap = vset((float)c->num[0]), inverse = vset((float)(1.0 / c->num[0]));
+    int64_t end, i = share_of(c, task, c->dim[0], &end);
+    for (; i + VL <= end; i += VL) vstore(y + i, vsoftcap(vload(x + i), cap, inverse));
+    if (i < end) vstoren(y + i, vsoftcap(vloadn(x + i, end - i), cap, inverse), end - i);
+}
+
+/* dx[n] = dy[n] (1 - (y[n] / cap)^2); nums cap */
+KERNEL(softcap_backward) {
+    T *dx = c->ptr[0];
+    const T *dy = c->ptr[1], *y = c->ptr[2];
+    const vf inverse = vset((float)(1.0 / c->num[0]));
+    int64_t end, i = share_of(c, task, c->dim[0], &end);
+    for (; i + VL <= end; i += VL) {
+        vstore(dx + i, vload(dy + i) * vsoftcap_slope(vload(y + i), inverse));
+    }
+    if (i < end) {
+        const int64_t n = end - i;
+        vstoren(dx + i, vloadn(dy + i, n) * vsoftcap_slope(vloadn(y + i, n), inverse), n);
+    }
+}
+
 /* ---- sum over leading dimensions ------------------------------------------------------------------------ */
 
 /* Accumulators of one pass over the rows of a part: as wide as the registers hold. */

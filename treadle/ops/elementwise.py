@@ -253,6 +253,128 @@ class ActivationGrad(Op):
         return [Launch(kernel, [dx, dy, x], 1, [dx.size], tasks=blocks(dx.size))]
 
 
+# ---------------------------------------------------------------- gated activations
+
+
+@dataclass(frozen=True)
+class Gated(Op):
+    """y = f(gate) · x, f an activation; gate, x and y of one shape and dtype.
+
+    With silu the middle of SwiGLU, with gelu that of GeGLU: Shazeer 2020, "GLU Variants Improve
+    Transformer".
+    """
+
+    kind: str = "silu"
+    name: ClassVar[str] = "gated"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0, 1)}
+
+    def infer(self, gate: Spec, x: Spec) -> Sequence[Spec]:
+        expect(self.kind in ACTIVATIONS, self.name, f"one of {ACTIVATIONS}", self.kind)
+        expect_float(self.name, gate, x)
+        expect_same(self.name, gate, x)
+        return (x,)
+
+    def reference(self, gate: np.ndarray, x: np.ndarray) -> Sequence[np.ndarray]:
+        return (activation_reference(self.kind, gate) * x,)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        (gate, x), (dy,) = node.inputs, dys
+        return x.graph.apply(GatedGrad(self.kind), dy, gate, x, name=f"gated_{self.kind}")
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(9 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        (gate, x), y = node.inputs, node.outputs[0]
+        kernel = suffixed(f"gated_{self.kind}_forward", y.dtype)
+        return [Launch(kernel, [y, gate, x], 1, [y.size], tasks=blocks(y.size))]
+
+
+@dataclass(frozen=True)
+class GatedGrad(Op):
+    """dgate = dy · x · f'(gate) and dx = dy · f(gate) of a Gated."""
+
+    kind: str = "silu"
+    name: ClassVar[str] = "gated_grad"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (1, 0, 2), 1: (2, 0, 1)}
+
+    def infer(self, dy: Spec, gate: Spec, x: Spec) -> Sequence[Spec]:
+        expect_same(self.name, x, dy, gate)
+        return (gate, x)
+
+    def reference(self, dy: np.ndarray, gate: np.ndarray, x: np.ndarray) -> Sequence[np.ndarray]:
+        slope, value = activation_slope(self.kind, gate), activation_reference(self.kind, gate)
+        return (dy * x * slope, dy * value)
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(17 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        dgate, dx = node.outputs
+        kernel = suffixed(f"gated_{self.kind}_backward", dx.dtype)
+        args = [dgate, dx, *node.inputs]
+        return [Launch(kernel, args, 2, [dx.size], tasks=blocks(dx.size))]
+
+
+# ---------------------------------------------------------------- soft capping
+
+
+@dataclass(frozen=True)
+class Softcap(Op):
+    """y = cap · tanh(x / cap), which lies between -cap and cap; y like x.
+
+    Gemma Team 2024, "Gemma 2", section 2.
+    """
+
+    cap: float = 1.0
+    name: ClassVar[str] = "softcap"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0,)}
+
+    def infer(self, x: Spec) -> Sequence[Spec]:
+        expect(self.cap > 0, self.name, "cap > 0", self.cap)
+        expect_float(self.name, x)
+        return (x,)
+
+    def reference(self, x: np.ndarray) -> Sequence[np.ndarray]:
+        return (self.cap * np.tanh(x / self.cap),)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        y = node.outputs[0]
+        return y.graph.apply(SoftcapGrad(self.cap), dys[0], y, name="softcap")
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(10 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        x, y = node.inputs[0], node.outputs[0]
+        kernel = suffixed("softcap_forward", y.dtype)
+        return [Launch(kernel, [y, x], 1, [y.size], [self.cap], tasks=blocks(y.size))]
+
+
+@dataclass(frozen=True)
+class SoftcapGrad(Op):
+    """dx = dy · (1 - (y / cap)²), y being the output of Softcap; all of one shape and dtype."""
+
+    cap: float = 1.0
+    name: ClassVar[str] = "softcap_grad"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0, 1)}
+
+    def infer(self, dy: Spec, y: Spec) -> Sequence[Spec]:
+        expect_same(self.name, dy, y)
+        return (y,)
+
+    def reference(self, dy: np.ndarray, y: np.ndarray) -> Sequence[np.ndarray]:
+        return (dy * (1.0 - np.square(y / self.cap)),)
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(4 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        (dy, y), dx = node.inputs, node.outputs[0]
+        kernel = suffixed("softcap_backward", dx.dtype)
+        return [Launch(kernel, [dx, dy, y], 1, [dx.size], [self.cap], tasks=blocks(dx.size))]
+
+
 # ---------------------------------------------------------------- sum over leading dimensions
 
 # One task sums SUM_ROWS rows of SUM_COLUMNS columns (more rows where there are fewer columns);
@@ -389,6 +511,17 @@ def relu(x: Value) -> Value:
 def silu(x: Value) -> Value:
     """x · sigmoid(x)."""
     return activation(x, "silu")
+
+
+def gated(gate: Value, x: Value, kind: str) -> Value:
+    """f(gate) · x with f an activation, as `activation` names it: `silu` for SwiGLU, `gelu` for
+    GeGLU."""
+    return x.graph.apply(Gated(kind), gate, x, name=f"gated_{kind}")[0]
+
+
+def softcap(x: Value, cap: float) -> Value:
+    """cap · tanh(x / cap), elementwise; ShapeError unless cap is above 0. See Softcap."""
+    return x.graph.apply(Softcap(float(cap)), x)[0]
 
 
 def sum_leading(x: Value, shape: Shape, dtype: str | None = None) -> Value:

@@ -14,7 +14,7 @@
 #include "call.h"
 #include "panel.h"
 
-enum { ACCUMULATE = 1, OUTPUT_F32 = 2 };
+enum { ACCUMULATE = 1, OUTPUT_F32 = 2, GATED = 4 };
 
 /* K is dealt in pairs, whatever a unit is. */
 INLINE int64_t k_start(int64_t K, int64_t parts, int64_t i) {
@@ -72,8 +72,12 @@ INLINE void finish_rows(const epilogue *e, const float *sum, int64_t row, int64_
             vf x = vfma(vload_f32(sum + i * row + j), scale, bias);
             if (e->pre) storen_sum(e->pre + at, x, n);
             /* Of what is stored, so that it can be computed again from there. */
-            if (activation != ACT_NONE) x = vactivation(activation, stored_sum(x));
-            if (e->residual) x = x + load_out(e->residual, at, n, f32);
+            if (e->flags & GATED) {
+                x = vactivation(activation, load_out(e->residual, at, n, f32)) * stored_sum(x);
+            } else {
+                if (activation != ACT_NONE) x = vactivation(activation, stored_sum(x));
+                if (e->residual) x = x + load_out(e->residual, at, n, f32);
+            }
             if (e->flags & ACCUMULATE) x = load_out(e->out, at, n, f32) + x;
             if (f32) {
                 vstoren_f32((float *)e->out + at, x, n);
@@ -407,7 +411,7 @@ INLINE void multiply(product *p, const int by_rows, int64_t task, int64_t blocks
    operand or NULL.
    dim: M, N, K, a's row and column stride, b's row and column stride, the output's row stride, whether
    rows are cut, blocks of a part, K blocks, activation, flags.  num: scale.
-   pre = scale a b + bias;  out = (out +) (residual +) f(pre).  tasks: parts of the rows or columns. */
+   pre = scale a b + bias;  out = (out +) (residual +) f(pre), or f(residual) pre with GATED.  tasks: parts of the rows or columns. */
 KERNEL(matmul) {
     const int64_t blocks = c->dim[9];
     const epilogue e = {.out = c->ptr[0], .pre = c->ptr[1], .bias = c->ptr[4],

@@ -29,13 +29,14 @@ from treadle.ops.elementwise import activation_reference, add, sum_leading
 from treadle.ops.tiles import matmul_tiles
 
 # As linear.c and kernels/activation.h number them.
-ACCUMULATE, OUTPUT_FLOAT32 = 1, 2
+ACCUMULATE, OUTPUT_FLOAT32, GATED = 1, 2, 4
 ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4}
 
 
 @dataclass(frozen=True)
 class MatMul(Op):
-    """y = f(A · B + bias) + residual (+ into), pre = A · B + bias.
+    """y = f(A · B + bias) + residual (+ into), pre = A · B + bias; or, with `gated`, f of another
+    product times this one: y = f(gate) · (A · B + bias), the gate in the place of the residual.
 
     a: [..., K], or [..., M] with transpose_a: its leading dimensions are then the sum's
     (aᵀ · b over all rows, a weight's gradient).  b: [K, N], or [N, K] with transpose_b; with
@@ -43,15 +44,16 @@ class MatMul(Op):
     bias: [N], float32 beside bfloat16.  residual: y's shape.  into: a buffer of y's shape that y
     is added to, in place.
     Outputs: y [..., N] ([M, N] with transpose_a), and pre (before the activation), for backward.
-    f is taken of pre in its own dtype, as by an Activation after the product.
-    The sums are in float32 (float64 where the inputs are). f, residual and into are set by the
-    fusion pass, after differentiation; only the bare product and the bias have a gradient here.
+    f is taken of pre in its own dtype, as by an Activation or a Gated after the product.
+    The sums are in float32 (float64 where the inputs are). f, gate, residual and into are set by
+    the fusion pass, after differentiation; only the bare product and the bias have a gradient here.
     """
 
     transpose_a: bool = False
     transpose_b: bool = False
     activation: str | None = None
     dtype: str | None = None
+    gated: bool = False
     name: ClassVar[str] = "matmul"
     optional: ClassVar[tuple[int, ...]] = (1,)
 
@@ -114,6 +116,8 @@ class MatMul(Op):
             pre = a @ (b.T if self.transpose_b else b)
         if bias is not None:
             pre = pre + bias
+        if self.gated and self.activation and residual is not None:
+            return activation_reference(self.activation, residual) * pre, pre
         y = activation_reference(self.activation, pre) if self.activation else pre
         if residual is not None:
             y = y + residual
@@ -127,6 +131,8 @@ class MatMul(Op):
         a, b, bias, residual, into = (*inputs, None, None, None)[:5]
         (pre,) = MatMul(self.transpose_a, self.transpose_b).reference(a, b, bias)
         pre = stored(pre, node.outputs[1].spec)
+        if self.gated:
+            return activation_reference(self.activation, residual) * pre, pre
         y = activation_reference(self.activation, pre)
         y = y if residual is None else y + residual
         return (y if into is None else into + y, pre)
@@ -171,6 +177,7 @@ class MatMul(Op):
             pre=node.out(1) if self.activation else None,
             residual=residual,
             accumulate=bool(self.updates),
+            gated=self.gated,
         )
 
 
@@ -190,9 +197,11 @@ def matmul_launches(
     pre: Arg = None,
     residual: Arg = None,
     accumulate: bool = False,
+    gated: bool = False,
     packed: Temp | None = None,
 ) -> list[Launch]:
-    """The launches of one product: y = f(A · B + bias) + residual, added to y with `accumulate`.
+    """The launches of one product: y = f(A · B + bias) + residual, added to y with `accumulate`, or
+    f(residual) · (A · B + bias) with `gated`.
 
     sizes: M, N, K.  dtype: of a, b and pre.  a_stride: elements from one row of a, as it lies in
     memory, to the next, where that is more than its row.  packed: memory for panels that products
@@ -209,7 +218,7 @@ def matmul_launches(
     if tiles.packed_bytes:
         panels = packed or Temp(0, "packed")
         panels.nbytes = max(panels.nbytes, tiles.packed_bytes)
-    flags = ACCUMULATE * accumulate + OUTPUT_FLOAT32 * (y_dtype == "float32")
+    flags = ACCUMULATE * accumulate + OUTPUT_FLOAT32 * (y_dtype == "float32") + GATED * gated
     launches = []
     if panels is not None:
         shared, dims = a, [m, k, *a_strides, 0]

@@ -1,5 +1,8 @@
-/* Layer normalisation; equations in norm.py. A row is read from memory once: the later passes over it
-   find it in the first-level cache. */
+/* Layer and root mean square normalisation; equations in norm.py. A row is read from memory once: the
+   later passes over it find it in the first-level cache.
+
+   The second is the first with a mean of 0, which is neither computed nor subtracted (`centred` is 0),
+   and with a constant that is added to the weight. */
 #include "call.h"
 #include "vec.h"
 
@@ -21,6 +24,8 @@ INLINE vf load_parameter(const void *p, int64_t i, int64_t n, int wide) {
     return wide ? load_first_f32((const float *)p + i, n) : load_first((const T *)p + i, n);
 }
 
+INLINE vf centre(vf x, vf mean, const int centred) { return centred ? x - mean : x; }
+
 INLINE float sum_chains(const vf s[CHAINS]) { return vsum((s[0] + s[1]) + (s[2] + s[3])); }
 
 INLINE float row_sum(const T *x, int64_t n) {
@@ -34,21 +39,21 @@ INLINE float row_sum(const T *x, int64_t n) {
     return sum_chains(s);
 }
 
-INLINE float row_squares(const T *x, int64_t n, vf mean) {
+INLINE float row_squares(const T *x, int64_t n, vf mean, const int centred) {
     vf s[CHAINS] = {vzero(), vzero(), vzero(), vzero()};
     int64_t j = 0;
     for (; j + CHAINS * VL <= n; j += CHAINS * VL) {
         for (int k = 0; k < CHAINS; k++) {
-            vf d = vload(x + j + k * VL) - mean;
+            vf d = centre(vload(x + j + k * VL), mean, centred);
             s[k] = vfma(d, d, s[k]);
         }
     }
     for (; j + VL <= n; j += VL) {
-        vf d = vload(x + j) - mean;
+        vf d = centre(vload(x + j), mean, centred);
         s[0] = vfma(d, d, s[0]);
     }
     if (j < n) {
-        vf d = vselect(vm_first(n - j), vloadn(x + j, n - j) - mean, vzero());
+        vf d = vselect(vm_first(n - j), centre(vloadn(x + j, n - j), mean, centred), vzero());
         s[1] = vfma(d, d, s[1]);
     }
     return sum_chains(s);
@@ -56,28 +61,35 @@ INLINE float row_squares(const T *x, int64_t n, vf mean) {
 
 /* ---- forward ------------------------------------------------------------------------------------ */
 
-INLINE void normalise(T *y, const T *x, const void *weight, const void *bias, vf mean, vf rstd, int64_t j,
-                      int64_t n, int wide) {
-    vf xhat = (load_first(x + j, n) - mean) * rstd, w = load_parameter(weight, j, n, wide);
-    store_first(y + j, bias ? vfma(xhat, w, load_parameter(bias, j, n, wide)) : xhat * w, n);
+/* What a row is scaled and shifted by. `after`: the bias, or a row of T that is added. */
+typedef struct {
+    const void *weight, *after;
+    vf offset, mean, rstd;
+} scaling;
+
+INLINE void normalise(T *y, const T *x, const scaling *s, int64_t j, int64_t n, const int centred,
+                      const int wide) {
+    vf xhat = centre(load_first(x + j, n), s->mean, centred) * s->rstd;
+    vf w = load_parameter(s->weight, j, n, wide);
+    if (!centred) w += s->offset;
+    store_first(y + j, s->after ? vfma(xhat, w, load_parameter(s->after, j, n, centred && wide)) : xhat * w, n);
 }
 
-INLINE void forward_rows(const call *c, int64_t task, int wide, const void *bias) {
+INLINE void forward_rows(const call *c, int64_t task, const int centred, const int wide, const void *bias,
+                         const T *residual, float *means, float *rstds, const T *x, const void *weight) {
     T *y = c->ptr[0];
-    float *means = c->ptr[1], *rstds = c->ptr[2];
-    const T *x = c->ptr[3];
-    const void *weight = c->ptr[4];
     const int64_t rows = c->dim[0], channels = c->dim[1], height = c->dim[2];
     const int64_t end = (task + 1) * height < rows ? (task + 1) * height : rows;
     for (int64_t i = task * height; i < end; i++) {
         const T *xi = x + i * channels;
-        float mean = row_sum(xi, channels) / (float)channels;
-        float variance = row_squares(xi, channels, vset(mean)) / (float)channels;
+        float mean = centred ? row_sum(xi, channels) / (float)channels : 0.0f;
+        float variance = row_squares(xi, channels, vset(mean), centred) / (float)channels;
         float rstd = 1.0f / sqrtf(variance + (float)c->num[0]);
-        vf m = vset(mean), r = vset(rstd);
+        const scaling s = {weight, residual ? residual + i * channels : bias,
+                           centred ? vzero() : vset((float)c->num[1]), vset(mean), vset(rstd)};
         int64_t j = 0;
-        for (; j + VL <= channels; j += VL) normalise(y + i * channels, xi, weight, bias, m, r, j, VL, wide);
-        if (j < channels) normalise(y + i * channels, xi, weight, bias, m, r, j, channels - j, wide);
+        for (; j + VL <= channels; j += VL) normalise(y + i * channels, xi, &s, j, VL, centred, wide);
+        if (j < channels) normalise(y + i * channels, xi, &s, j, channels - j, centred, wide);
         if (means) means[i] = mean;
         if (rstds) rstds[i] = rstd;
     }
@@ -86,11 +98,20 @@ INLINE void forward_rows(const call *c, int64_t task, int wide, const void *bias
 /* y, mean|NULL, rstd|NULL; x, weight, bias|NULL; dims rows, channels, rows of a task, whether weight and
    bias are float32; nums eps. */
 KERNEL(layernorm_forward) {
-    const void *bias = c->ptr[5];
+    float *mean = c->ptr[1], *rstd = c->ptr[2];
     if (c->dim[3]) {
-        forward_rows(c, task, 1, bias);
+        forward_rows(c, task, 1, 1, c->ptr[5], NULL, mean, rstd, c->ptr[3], c->ptr[4]);
     } else {
-        forward_rows(c, task, 0, bias);
+        forward_rows(c, task, 1, 0, c->ptr[5], NULL, mean, rstd, c->ptr[3], c->ptr[4]);
+    }
+}
+
+/* y, rstd|NULL; x, weight, residual|NULL; dims as above; nums eps, offset. y may be x or residual. */
+KERNEL(rmsnorm_forward) {
+    if (c->dim[3]) {
+        forward_rows(c, task, 0, 1, NULL, c->ptr[4], NULL, c->ptr[1], c->ptr[2], c->ptr[3]);
+    } else {
+        forward_rows(c, task, 0, 0, NULL, c->ptr[4], NULL, c->ptr[1], c->ptr[2], c->ptr[3]);
     }
 }
 
@@ -99,70 +120,71 @@ KERNEL(layernorm_forward) {
 typedef struct {
     const T *dy, *x;
     const void *weight;
-    vf mean;
-    int wide;
+    vf mean, offset;
 } row;
 
 /* g = dy * weight, and the centred x. */
-INLINE vf weighted(const row *r, int64_t j, int64_t n, vf *centred) {
-    *centred = load_first(r->x + j, n) - r->mean;
-    return load_first(r->dy + j, n) * load_parameter(r->weight, j, n, r->wide);
+INLINE vf weighted(const row *r, int64_t j, int64_t n, const int centred, const int wide, vf *x) {
+    vf w = load_parameter(r->weight, j, n, wide);
+    *x = centre(load_first(r->x + j, n), r->mean, centred);
+    return load_first(r->dy + j, n) * (centred ? w : w + r->offset);
 }
 
-INLINE void backward_sums(const row *r, int64_t n, float *g_sum, float *gx_sum) {
+INLINE void backward_sums(const row *r, int64_t n, const int centred, const int wide, float *g_sum,
+                          float *gx_sum) {
     vf s[CHAINS] = {vzero(), vzero(), vzero(), vzero()}, t[CHAINS] = {vzero(), vzero(), vzero(), vzero()};
-    vf centred, g;
+    vf x, g;
     int64_t j = 0;
     for (; j + CHAINS * VL <= n; j += CHAINS * VL) {
         for (int k = 0; k < CHAINS; k++) {
-            g = weighted(r, j + k * VL, VL, &centred);
-            s[k] += g;
-            t[k] = vfma(g, centred, t[k]);
+            g = weighted(r, j + k * VL, VL, centred, wide, &x);
+            if (centred) s[k] += g;
+            t[k] = vfma(g, x, t[k]);
         }
     }
     for (; j + VL <= n; j += VL) {
-        g = weighted(r, j, VL, &centred);
-        s[0] += g;
-        t[0] = vfma(g, centred, t[0]);
+        g = weighted(r, j, VL, centred, wide, &x);
+        if (centred) s[0] += g;
+        t[0] = vfma(g, x, t[0]);
     }
     if (j < n) {
-        g = weighted(r, j, n - j, &centred);
-        s[1] += g;
-        t[1] = vfma(g, centred, t[1]);
+        g = weighted(r, j, n - j, centred, wide, &x);
+        if (centred) s[1] += g;
+        t[1] = vfma(g, x, t[1]);
     }
     *g_sum = sum_chains(s);
     *gx_sum = sum_chains(t);
 }
 
 INLINE void backward_store(T *dx, const T *into, const row *r, vf g_mean, vf slope, vf rstd, int64_t j,
-                           int64_t n) {
-    vf centred, g = weighted(r, j, n, &centred);
-    vf change = rstd * vfma(-centred, slope, g - g_mean);
+                           int64_t n, const int centred, const int wide) {
+    vf x, g = weighted(r, j, n, centred, wide, &x);
+    vf change = rstd * vfma(-x, slope, centred ? g - g_mean : g);
     store_first(dx + j, into ? load_first(into + j, n) + change : change, n);
 }
 
-INLINE void backward_rows(const call *c, int64_t task, int wide) {
+INLINE void backward_rows(const call *c, int64_t task, const int centred, const int wide,
+                          const float *means, const float *rstds, const T *all) {
     T *dx = c->ptr[0];
     const T *dy = c->ptr[1], *x = c->ptr[2];
-    const float *means = c->ptr[4], *rstds = c->ptr[5];
-    const T *all = c->ptr[6];
     const int64_t rows = c->dim[0], channels = c->dim[1], height = c->dim[2];
     const int64_t end = (task + 1) * height < rows ? (task + 1) * height : rows;
     for (int64_t i = task * height; i < end; i++) {
         const int64_t at = i * channels;
         const T *into = all ? all + at : NULL;
-        const row r = {dy + at, x + at, c->ptr[3], vset(means[i]), wide};
+        const row r = {dy + at, x + at, c->ptr[3], centred ? vset(means[i]) : vzero(),
+                       centred ? vzero() : vset((float)c->num[0])};
         float g_sum, gx_sum;
-        backward_sums(&r, channels, &g_sum, &gx_sum);
+        backward_sums(&r, channels, centred, wide, &g_sum, &gx_sum);
         /* slope * centred = xhat * mean(g * xhat). */
         vf g_mean = vset(g_sum / (float)channels), rstd = vset(rstds[i]);
         vf slope = rstd * rstd * vset(gx_sum / (float)channels);
         int64_t j = 0;
         for (; j + VL <= channels; j += VL) {
-            backward_store(dx + at, into, &r, g_mean, slope, rstd, j, VL);
+            backward_store(dx + at, into, &r, g_mean, slope, rstd, j, VL, centred, wide);
         }
         if (j < channels) {
-            backward_store(dx + at, into, &r, g_mean, slope, rstd, j, channels - j);
+            backward_store(dx + at, into, &r, g_mean, slope, rstd, j, channels - j, centred, wide);
         }
     }
 }
@@ -170,9 +192,18 @@ INLINE void backward_rows(const call *c, int64_t task, int wide) {
 /* dx; dy, x, weight, mean, rstd, into or NULL; dims as in forward. dx may be dy, x or into. */
 KERNEL(layernorm_backward) {
     if (c->dim[3]) {
-        backward_rows(c, task, 1);
+        backward_rows(c, task, 1, 1, c->ptr[4], c->ptr[5], c->ptr[6]);
     } else {
-        backward_rows(c, task, 0);
+        backward_rows(c, task, 1, 0, c->ptr[4], c->ptr[5], c->ptr[6]);
+    }
+}
+
+/* dx; dy, x, weight, rstd, into or NULL; dims as in forward; nums offset. dx may be dy, x or into. */
+KERNEL(rmsnorm_backward) {
+    if (c->dim[3]) {
+        backward_rows(c, task, 0, 1, NULL, c->ptr[4], c->ptr[5]);
+    } else {
+        backward_rows(c, task, 0, 0, NULL, c->ptr[4], c->ptr[5]);
     }
 }
 
@@ -188,7 +219,9 @@ INLINE void add_columns(float *weight_sum, float *bias_sum, const T *dy, const T
     vf b = first || !bias_sum ? vzero() : load_first_f32(bias_sum + j, n);
     for (int k = 0; k < count; k++) {
         vf g = load_first(dy + k * channels + j, n);
-        vf xhat = (load_first(x + k * channels + j, n) - vset(mean[k])) * vset(rstd[k]);
+        vf xhat = load_first(x + k * channels + j, n);
+        if (mean) xhat -= vset(mean[k]);
+        xhat *= vset(rstd[k]);
         w = vfma(g, xhat, w);
         b += g;
     }
@@ -207,9 +240,9 @@ INLINE void add_rows(float *weight_sum, float *bias_sum, const T *dy, const T *x
     }
 }
 
-/* Sums over one block of rows: weight [blocks, channels], bias [blocks, channels]|NULL; dy, x, mean, rstd;
-   dims rows, channels, rows of a block. Task = block. */
-KERNEL(layernorm_weight_backward) {
+/* Sums over one block of rows: weight [blocks, channels], bias [blocks, channels]|NULL; dy, x, mean|NULL,
+   rstd; dims rows, channels, rows of a block. Task = block. */
+KERNEL(norm_weight_backward) {
     const int64_t rows = c->dim[0], channels = c->dim[1], height = c->dim[2];
     float *weight_sum = (float *)c->ptr[0] + task * channels;
     float *bias_sum = c->ptr[1] ? (float *)c->ptr[1] + task * channels : NULL;
@@ -219,10 +252,12 @@ KERNEL(layernorm_weight_backward) {
     int64_t i = begin;
     for (; i + GROUP <= end; i += GROUP) {
         const int64_t at = i * channels;
-        add_rows(weight_sum, bias_sum, dy + at, x + at, mean + i, rstd + i, channels, GROUP, i == begin);
+        add_rows(weight_sum, bias_sum, dy + at, x + at, mean ? mean + i : NULL, rstd + i, channels, GROUP,
+                 i == begin);
     }
     for (; i < end; i++) {
         const int64_t at = i * channels;
-        add_rows(weight_sum, bias_sum, dy + at, x + at, mean + i, rstd + i, channels, 1, i == begin);
+        add_rows(weight_sum, bias_sum, dy + at, x + at, mean ? mean + i : NULL, rstd + i, channels, 1,
+                 i == begin);
     }
 }

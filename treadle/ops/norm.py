@@ -1,4 +1,4 @@
-"""Layer normalisation."""
+"""Layer normalisation, and root mean square normalisation."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ from treadle.ops.elementwise import SUM_COLUMNS
 WEIGHT_ROWS = 32
 
 
-def _expect_parameter(what: str, parameter: Spec | None, x: Spec) -> None:
+def _expect_parameter(op: str, what: str, parameter: Spec | None, x: Spec) -> None:
     if parameter is None:
         return
     c = x.shape[-1]
-    expect(parameter.shape == (c,), "layernorm", f"{what} [{c}]", list(parameter.shape))
+    expect(parameter.shape == (c,), op, f"{what} [{c}]", list(parameter.shape))
     if parameter.dtype not in (x.dtype, wide(x.dtype)):
         raise DTypeError(
-            f"[layernorm] expected {what} of {x.dtype} or {wide(x.dtype)}, "
-            f"got {parameter}; cast first"
+            f"[{op}] expected {what} of {x.dtype} or {wide(x.dtype)}, got {parameter}; cast first"
         )
 
 
@@ -71,8 +70,8 @@ class LayerNorm(Op):
     def infer(self, x: Spec, weight: Spec, bias: Spec | None = None) -> Sequence[Spec]:
         expect_float("layernorm", x, weight, bias)
         expect(len(x.shape) > 0 and x.size > 0, "layernorm", "x [..., C]", list(x.shape))
-        _expect_parameter("weight", weight, x)
-        _expect_parameter("bias", bias, x)
+        _expect_parameter("layernorm", "weight", weight, x)
+        _expect_parameter("layernorm", "bias", bias, x)
         expect_same("layernorm", weight, bias)
         statistics = Spec(x.shape[:-1], wide(x.dtype))
         return (x, statistics, statistics)
@@ -140,7 +139,7 @@ class LayerNormGrad(Op):
         into: Spec | None = None,
     ) -> Sequence[Spec]:
         expect_same(self.name, x, dy, into)
-        _expect_parameter("weight", weight, x)
+        _expect_parameter("layernorm", "weight", weight, x)
         _expect_statistics(self.name, x, mean, rstd)
         return (x,)
 
@@ -208,27 +207,180 @@ class LayerNormWeightGrad(Op):
         return Cost(5 * x.size, touched(node))
 
     def lower(self, backend: str, node: Node) -> Sequence[Launch]:
-        x = node.inputs[1]
-        assert x is not None
-        rows, channels, _ = _rows(x)
-        parts = blocks(rows, WEIGHT_ROWS)
-        outputs = [y for y in (node.out(0), node.out(1)) if y is not None]
-        partials = [Temp(parts * channels * 4, "partial") for _ in outputs]
-        launches = [
+        return _weight_launches(node, *node.inputs)
+
+
+def _weight_launches(
+    node: Node, dy: Value | None, x: Value | None, mean: Value | None, rstd: Value | None
+) -> list[Launch]:
+    """Sums over the rows, by block and then of the blocks, into the outputs of a node."""
+    assert x is not None
+    rows, channels, _ = _rows(x)
+    parts = blocks(rows, WEIGHT_ROWS)
+    outputs = [y for i in range(len(node.outputs)) if (y := node.out(i)) is not None]
+    partials = [Temp(parts * channels * 4, "partial") for _ in outputs]
+    launches = [
+        Launch(
+            suffixed("norm_weight_backward", x.dtype),
+            [partials[0], partials[1] if len(partials) > 1 else None, dy, x, mean, rstd],
+            2,
+            [rows, channels, WEIGHT_ROWS],
+            tasks=parts,
+        )
+    ]
+    for y, partial in zip(outputs, partials, strict=True):
+        combine = suffixed("sum_leading_combine", y.dtype)
+        dims = [rows, channels, parts]
+        tasks = blocks(channels, SUM_COLUMNS)
+        launches.append(Launch(combine, [y, partial], 1, dims, tasks=tasks))
+    return launches
+
+
+# ---------------------------------------------------------------- root mean square
+
+
+@dataclass(frozen=True)
+class RMSNorm(Op):
+    """y = x · rstd · (offset + weight) (+ residual); rstd = 1 / √(mean(x²) + eps), the mean running
+    over the last dimension.
+
+    x [..., C]; weight [C] of x's dtype or float32. Outputs: y like x, and for backward rstd [...],
+    float32 where x is bfloat16. residual like x is set by the fusion pass. Zhang & Sennrich 2019,
+    "Root Mean Square Layer Normalization"; an offset of 1 is Gemma's.
+    """
+
+    eps: float = 1e-6
+    offset: float = 0.0
+    name: ClassVar[str] = "rmsnorm"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (0, 2)}
+    optional: ClassVar[tuple[int, ...]] = (1,)
+
+    def infer(self, x: Spec, weight: Spec, residual: Spec | None = None) -> Sequence[Spec]:
+        expect_float(self.name, x, weight)
+        expect(len(x.shape) > 0 and x.size > 0, self.name, "x [..., C]", list(x.shape))
+        _expect_parameter(self.name, "weight", weight, x)
+        expect_same(self.name, x, residual)
+        return (x, Spec(x.shape[:-1], wide(x.dtype)))
+
+    def reference(
+        self, x: np.ndarray, weight: np.ndarray, residual: np.ndarray | None = None
+    ) -> Sequence[np.ndarray]:
+        rstd = 1.0 / np.sqrt((x * x).mean(axis=-1) + x.dtype.type(self.eps))
+        y = x * rstd[..., None] * (weight + weight.dtype.type(self.offset))
+        return (y if residual is None else residual + y, rstd)
+
+    def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
+        x, weight, *residual = node.inputs
+        dy, drstd = dys
+        if drstd is not None:
+            raise GraphError("[rmsnorm] rstd has no gradient; use y only")
+        if residual:
+            return super().grad(node, dys, needs)
+        rstd, dx, dweight = node.outputs[1], None, None
+        if needs[1]:
+            dweight = x.graph.apply(RMSNormWeightGrad(), dy, x, rstd, name="rmsnorm_weight")[0]
+        if needs[0]:
+            op = RMSNormGrad(self.offset)
+            dx = x.graph.apply(op, dy, x, weight, rstd, name="rmsnorm")[0]
+        return dx, dweight
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(5 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        x, weight, residual = (*node.inputs, None)[:3]
+        assert x is not None and weight is not None
+        dims = _rows(x)
+        return [
             Launch(
-                suffixed("layernorm_weight_backward", x.dtype),
-                [partials[0], partials[1] if len(partials) > 1 else None, *node.inputs],
+                suffixed("rmsnorm_forward", x.dtype),
+                [node.outputs[0], node.out(1), x, weight, residual],
                 2,
-                [rows, channels, WEIGHT_ROWS],
-                tasks=parts,
+                [*dims, weight.dtype == "float32"],
+                [self.eps, self.offset],
+                tasks=blocks(dims[0], dims[2]),
             )
         ]
-        for y, partial in zip(outputs, partials, strict=True):
-            combine = suffixed("sum_leading_combine", y.dtype)
-            dims = [rows, channels, parts]
-            tasks = blocks(channels, SUM_COLUMNS)
-            launches.append(Launch(combine, [y, partial], 1, dims, tasks=tasks))
-        return launches
+
+
+@dataclass(frozen=True)
+class RMSNormGrad(Op):
+    """dx = rstd · (g - x̂ · mean(g x̂)) (+ into), g = dy · (offset + weight), x̂ = x · rstd.
+
+    dy, x [..., C]; weight [C]; rstd [...]; the mean runs over C. into [..., C] is set by the fusion
+    pass: the gradient that reaches x past the norm.
+    """
+
+    offset: float = 0.0
+    name: ClassVar[str] = "rmsnorm_grad"
+    inplace: ClassVar[dict[int, tuple[int, ...]]] = {0: (4, 0, 1)}
+
+    def infer(
+        self, dy: Spec, x: Spec, weight: Spec, rstd: Spec, into: Spec | None = None
+    ) -> Sequence[Spec]:
+        expect_same(self.name, x, dy, into)
+        _expect_parameter(self.name, "weight", weight, x)
+        _expect_statistics(self.name, x, rstd)
+        return (x,)
+
+    def reference(
+        self,
+        dy: np.ndarray,
+        x: np.ndarray,
+        weight: np.ndarray,
+        rstd: np.ndarray,
+        into: np.ndarray | None = None,
+    ) -> Sequence[np.ndarray]:
+        xhat = x * rstd[..., None]
+        g = dy * (weight + weight.dtype.type(self.offset))
+        dx = rstd[..., None] * (g - xhat * (g * xhat).mean(axis=-1, keepdims=True))
+        return (dx if into is None else into + dx,)
+
+    def cost(self, node: Node) -> Cost:
+        return Cost(9 * node.outputs[0].size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        (dx,), weight = node.outputs, node.inputs[2]
+        assert weight is not None
+        dims = _rows(dx)
+        return [
+            Launch(
+                suffixed("rmsnorm_backward", dx.dtype),
+                [dx, *(*node.inputs, None)[:5]],
+                1,
+                [*dims, weight.dtype == "float32"],
+                [self.offset],
+                tasks=blocks(dims[0], dims[2]),
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class RMSNormWeightGrad(Op):
+    """dweight = Σ dy · x · rstd over all rows: dy, x [..., C], rstd [...], dweight [C], float32
+    where x is bfloat16. The order of addition is LayerNormWeightGrad's."""
+
+    name: ClassVar[str] = "rmsnorm_weight_grad"
+
+    def infer(self, dy: Spec, x: Spec, rstd: Spec) -> Sequence[Spec]:
+        expect_same(self.name, x, dy)
+        _expect_statistics(self.name, x, rstd)
+        return (Spec(x.shape[-1:], wide(x.dtype)),)
+
+    def reference(self, dy: np.ndarray, x: np.ndarray, rstd: np.ndarray) -> Sequence[np.ndarray]:
+        return ((dy * (x * rstd[..., None])).reshape(-1, x.shape[-1]).sum(axis=0),)
+
+    def cost(self, node: Node) -> Cost:
+        x = node.inputs[1]
+        assert x is not None
+        return Cost(3 * x.size, touched(node))
+
+    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+        dy, x, rstd = node.inputs
+        return _weight_launches(node, dy, x, None, rstd)
+
+
+# ---------------------------------------------------------------- functions
 
 
 def layernorm(x: Value, weight: Value, bias: Value | None = None, eps: float = 1e-5) -> Value:
@@ -238,3 +390,11 @@ def layernorm(x: Value, weight: Value, bias: Value | None = None, eps: float = 1
     """
     inputs = (x, weight) if bias is None else (x, weight, bias)
     return x.graph.apply(LayerNorm(float(eps)), *inputs)[0]
+
+
+def rmsnorm(x: Value, weight: Value, eps: float = 1e-6, offset: float = 0.0) -> Value:
+    """x [..., C] divided by its root mean square over C, times offset + weight [C]; like x.
+
+    ShapeError or DTypeError where the weight does not fit. See RMSNorm.
+    """
+    return x.graph.apply(RMSNorm(float(eps), float(offset)), x, weight)[0]

@@ -4,8 +4,11 @@ Runs after differentiation, because fused ops have no gradient of their own. Val
 identity, so that whatever reads them stays valid; only the nodes that produce them change.
 
     matmul, activation          -> matmul with an activation, its argument as second output
+    matmul, gated               -> matmul with a gate, its own result as second output
     matmul, add                 -> matmul with a residual
-    layernorm_grad, sum         -> layernorm_grad into the other term
+    matmul, matmul, sum         -> the second with the first as its residual
+    rmsnorm, add                -> rmsnorm with a residual
+    layernorm_grad, sum         -> layernorm_grad into the other term (rmsnorm_grad as well)
     embedding_grad, sum         -> embedding_grad into the other term (tied embeddings)
     embedding_grad, accumulate  -> embedding_grad into the buffer
     matmul, accumulate          -> matmul into the buffer
@@ -19,10 +22,10 @@ from dataclasses import replace
 from treadle.graph.op import Graph, Node, Op, Sum
 from treadle.graph.value import Value
 from treadle.ops.classifier import LinearCrossEntropy, LinearCrossEntropyInto
-from treadle.ops.elementwise import Activation, Add
+from treadle.ops.elementwise import Activation, Add, Gated
 from treadle.ops.embedding import EmbeddingGrad
 from treadle.ops.linear import MatMul, MatMulInto
-from treadle.ops.norm import LayerNormGrad
+from treadle.ops.norm import LayerNormGrad, RMSNorm, RMSNormGrad
 from treadle.ops.optim import Accumulate
 
 
@@ -33,8 +36,8 @@ def fuse(graph: Graph) -> Graph:
     reader would keep a rule from firing.
     """
     graph.prune()
-    rules = (_activation, _residual, _norm_grad, _tied_embedding, _embedding_into, _matmul_into)
-    for rule in (*rules, _classifier_into):
+    rules = (_activation, _gate, _residual, _norm_residual, _norm_grad, _tied_embedding)
+    for rule in (*rules, _embedding_into, _matmul_into, _classifier_into):
         sweep = _Sweep(graph)
         for node in list(graph.nodes):
             rule(sweep, node)
@@ -133,11 +136,36 @@ def _activation(sweep: _Sweep, node: Node) -> None:
         sweep.replace((product, node), (made,), sweep.place[id(product)])
 
 
-# ---------------------------------------------------------------- matmul, add
+# ---------------------------------------------------------------- matmul, gated
+
+
+def _gate(sweep: _Sweep, node: Node) -> None:
+    op = node.op
+    product = _producer(node.inputs[1], MatMul) if isinstance(op, Gated) else None
+    if product is None or node.outputs[0].buffer is not None:
+        return
+    gate, pre, at = node.inputs[0], product.outputs[0], sweep.place[id(node)]
+    assert isinstance(op, Gated) and isinstance(product.op, MatMul) and gate is not None
+    if (
+        product.op.activation is None
+        and _plain(product)
+        and gate is not pre
+        and sweep.current(product, at)
+        and min(sweep.readers(pre)) >= at
+    ):
+        inputs = (*(*product.inputs, None)[:3], gate)
+        fused = replace(product.op, activation=op.kind, gated=True)
+        made = Node(fused, inputs, (node.outputs[0], pre), product.name)
+        sweep.replace((product, node), (made,), at)
+
+
+# ---------------------------------------------------------------- matmul, add; two matmuls, sum
 
 
 def _residual(sweep: _Sweep, node: Node) -> None:
-    if not isinstance(node.op, Add) or node.outputs[0].buffer is not None:
+    summed = isinstance(node.op, Sum) and len(node.inputs) == 2
+    products = summed and all(_producer(v, MatMul) for v in node.inputs)
+    if not (isinstance(node.op, Add) or products) or node.outputs[0].buffer is not None:
         return
     at = sweep.place[id(node)]
     # The second term first: in x + f(x) it is the branch, and x the residual that is there already.
@@ -158,6 +186,31 @@ def _residual(sweep: _Sweep, node: Node) -> None:
             return
 
 
+# ---------------------------------------------------------------- rmsnorm, add
+
+
+def _norm_residual(sweep: _Sweep, node: Node) -> None:
+    if not isinstance(node.op, Add):
+        return
+    at = sweep.place[id(node)]
+    for value, residual in (node.inputs[::-1], node.inputs):
+        norm = _producer(value, RMSNorm)
+        assert value is not None and residual is not None
+        if norm is None or len(norm.inputs) > 2 or residual.shape != value.shape:
+            continue
+        rstd = norm.outputs[1]
+        if (
+            _only(value, node)
+            and sweep.current(norm, at)
+            and rstd.buffer is None
+            and min(sweep.readers(rstd), default=at) >= at
+        ):
+            outputs = (node.outputs[0], rstd)
+            made = Node(norm.op, (*norm.inputs, residual), outputs, norm.name)
+            sweep.replace((norm, node), (made,), at)
+            return
+
+
 # ---------------------------------------------------------------- layernorm_grad, sum
 
 
@@ -166,9 +219,9 @@ def _norm_grad(sweep: _Sweep, node: Node) -> None:
         return
     at = sweep.place[id(node)]
     for value, term in (node.inputs, node.inputs[::-1]):
-        grad = _producer(value, LayerNormGrad)
+        grad = _producer(value, LayerNormGrad) or _producer(value, RMSNormGrad)
         assert value is not None and term is not None
-        if grad is None or len(grad.inputs) > 5:
+        if grad is None or len(grad.inputs) > (5 if isinstance(grad.op, LayerNormGrad) else 4):
             continue
         if _only(value, node) and sweep.current(grad, at):
             made = Node(grad.op, (*grad.inputs, term), node.outputs, grad.name)

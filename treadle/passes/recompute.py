@@ -15,7 +15,7 @@ from __future__ import annotations
 from treadle.graph.autograd import BACKWARD_SCOPE
 from treadle.graph.op import Graph, Node, Op
 from treadle.graph.value import Value
-from treadle.ops.elementwise import Activation, Mul
+from treadle.ops.elementwise import Activation, Gated, Mul
 from treadle.ops.linear import MatMul
 
 # How some outputs of a node are made once more: an op, its inputs, and those outputs.
@@ -65,13 +65,16 @@ def recompute(graph: Graph, how: str = "none") -> Graph:
 
 
 def _activation(node: Node) -> Recipe | None:
-    """An activation, alone or at the end of a matrix product, or a product of two tensors."""
+    """An activation, gated or not, alone or at the end of a matrix product, or a product of two
+    tensors."""
     op, y = node.op, node.outputs[0]
     if y.buffer is not None:
         return None
+    if type(op) is MatMul and op.activation is not None and op.gated:
+        return Gated(op.activation), (node.inputs[3], node.outputs[1]), (y,)
     if type(op) is MatMul and op.activation is not None and len(node.inputs) < 4:
         return Activation(op.activation), (node.outputs[1],), (y,)
-    return (op, node.inputs, (y,)) if isinstance(op, Activation | Mul) else None
+    return (op, node.inputs, (y,)) if isinstance(op, Activation | Gated | Mul) else None
 
 
 def _inside(node: Node) -> Recipe | None:

@@ -29,6 +29,8 @@ def plot(runs: Sequence[Path], target: Path, against: str = "step") -> None:
     """
     if against not in AXES:
         raise ConfigError(f"--x: got {against}; one of {', '.join(AXES)}")
+    if not target.suffix:
+        raise ConfigError(f"{target}: expected a name that ends in .png, .svg or .pdf")
     curves = [_curves(run, against) for run in runs]
     try:
         figure = import_module("matplotlib.figure").Figure(figsize=SIZE, layout="constrained")

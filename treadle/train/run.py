@@ -263,7 +263,7 @@ def opening(config: Config, dataset: Dataset, session: Session, why: str, memory
         f"data: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
         f"vocabulary {dataset.vocab_size:,}",
         f"run: {train.steps:,} steps of {tokens_a_step:,} tokens, {epochs:.2f} epochs; "
-        f"memory {memory / 2**20:,.1f} MiB",
+        f"peak memory {memory / 2**20:,.1f} MiB",
     ]
     return [*lines, *dataset.notes]
 

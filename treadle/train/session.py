@@ -65,7 +65,7 @@ class Session:
         self.model, self.backend, self.optimizer = model, backend, optimizer
         self.block_size, self.seed = block_size, seed
         self.micro_batch, self.grad_accum = batch_size // grad_accum, grad_accum
-        _refuse_too_large(model)
+        _refuse_too_large(model, self.micro_batch * block_size)
         self.precision = precision
         self.program = self._build(recompute)
         self.executable = backend.load(self.program)
@@ -185,16 +185,18 @@ def evaluate(executable: Executable, batches: Batches) -> float:
     return total / count if count else float("nan")
 
 
-def _refuse_too_large(model: Model) -> None:
-    """BackendError before a graph is built for weights and gradients that no plan makes fit."""
-    count = model.n_parameters()
-    needed, there = 2 * 4 * count, physical_memory()
-    if needed > there:
-        raise BackendError(
-            f"out of memory: weights and gradients of {count:,} parameters need "
-            f"{needed / 2**30:,.1f} GiB, and the machine has {there / 2**30:,.1f}; make the model "
-            "smaller"
-        )
+def _refuse_too_large(model: Model, tokens: int) -> None:
+    """BackendError for what no plan makes fit, before a graph is built for it."""
+    count, there = model.n_parameters(), physical_memory()
+    for what, needed, lower in (
+        (f"weights and gradients of {count:.3g} parameters", 2 * 4 * count, "the model"),
+        (f"the ids of {tokens:.3g} tokens", 2 * 4 * tokens, "train.batch_size"),
+    ):
+        if needed > there:
+            raise BackendError(
+                f"out of memory: {what} need {needed / 2**30:.3g} GiB, and the machine has "
+                f"{there / 2**30:.3g}; make {lower} smaller"
+            )
 
 
 def build_program(
