@@ -197,7 +197,7 @@ def test_import_info_export_and_back(model: Path, tmp_path: Path) -> None:
     assert one == succeed("generate", tmp_path / "theirs", "--prompt", "AB", "--tokens", 8,
                           "--temperature", 0)  # fmt: skip
     assert "choose another --out" in fail("import", model, "--out", tmp_path / "mine")
-    assert "one of hf" in fail("export", model, "--to", "onnx", "--out", tmp_path / "x")
+    assert "one of hf, gguf, llmc" in fail("export", model, "--to", "onnx", "--out", tmp_path / "x")
     assert "takes fp32" in fail("export", model, "--to", "hf", "--out", tmp_path / "x",
                                 "--dtype", "int4")  # fmt: skip
 
@@ -207,6 +207,7 @@ def test_info_of_what_there_is(model: Path, tmp_path: Path) -> None:
     succeed("train", "--data", text, "--out", tmp_path / "run", "--steps", 2, "--n-layer", 1,
             "--n-embd", 8, "--n-head", 1, "--block-size", 8, "--batch-size", 2)  # fmt: skip
     succeed("prepare", text, "--out", tmp_path / "tokens")
+    np.arange(9, dtype=np.int32).tofile(tmp_path / "raw.bin")
     weights = tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
     for path, words in {
         tmp_path / "run": ("run", "char", "the best"),
@@ -215,7 +216,8 @@ def test_info_of_what_there_is(model: Path, tmp_path: Path) -> None:
         model: ("Hugging Face directory", "no digests"),
         FIXTURES / "pytorch" / "pytorch_model.bin": ("PyTorch file", "lm_head.weight"),
         tmp_path / "tokens": ("tokens", "vocabulary"),
-        tmp_path / "tokens" / "train.bin": ("token file", "uint16"),
+        tmp_path / "tokens" / "train.bin": ("llm.c", "uint16"),
+        tmp_path / "raw.bin": ("token file", "int32"),
         model / "tokenizer.json": ("tokenizer", "67 ids"),
     }.items():
         said = succeed("info", path)
@@ -223,6 +225,18 @@ def test_info_of_what_there_is(model: Path, tmp_path: Path) -> None:
         assert all(word in said for word in words) and re.search(r"^intact +yes", said, re.M)
     assert "no such file" in fail("info", tmp_path / "nothing")
     assert "not a run" in fail("info", text)
+
+
+def test_export_to_other_programs(model: Path, tmp_path: Path) -> None:
+    said = succeed("export", model, "--to", "llmc", "--out", tmp_path / "new" / "m.bin")
+    assert "m_tokenizer.bin" in said and "fp32" in said
+    succeed("import", tmp_path / "new" / "m.bin", "--out", tmp_path / "mine")
+    wanted, again = read_hf(model), treadle.load(tmp_path / "mine")
+    assert all(np.array_equal(again.weights[name], wanted.weights[name]) for name in wanted.weights)
+    assert again.tokenizer is not None and again.tokenizer.vocab_size == 67
+    succeed("export", model, "--to", "gguf", "--out", tmp_path / "m.gguf", "--dtype", "fp16")
+    assert re.search(r"^kind +GGUF$", succeed("info", tmp_path / "m.gguf"), re.M)
+    assert re.search(r"^kind +llm.c$", succeed("info", tmp_path / "new" / "m.bin"), re.M)
 
 
 def test_info_names_damage(model: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,14 +19,6 @@ def show(pytestconfig: pytest.Config) -> Callable[[str], None]:
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
     torch.manual_seed(0)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test of this folder is one of `-m parity`."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker("parity")
 
 
 def pytest_terminal_summary(
