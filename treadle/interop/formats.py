@@ -25,10 +25,11 @@ class Reader(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """dtypes: of the weights in the file, the usual one first. write(path, model, dtype)."""
+    """dtypes: of the weights in the file, the usual one first. write(path, model, dtype) returns
+    notes for a person."""
 
     dtypes: tuple[str, ...]
-    write: Callable[[Path, Imported, str], None]
+    write: Callable[[Path, Imported, str], list[str]]
 
 
 class Description(NamedTuple):
@@ -39,32 +40,36 @@ class Description(NamedTuple):
     describe: Callable[[Path], list[tuple[str, str]]]
 
 
-def _write_llmc(path: Path, found: Imported, dtype: str) -> None:
-    """The model, and beside it the tokenizer as `<name>_tokenizer.bin`."""
+LLMC_VERSIONS = {"fp32": 3, "bf16": 5}
+
+
+def _write_llmc(path: Path, found: Imported, dtype: str) -> list[str]:
+    """The model, and its tokenizer beside it as `<name>_tokenizer.bin`."""
     words = path.with_name(f"{path.stem}_tokenizer.bin")
     if found.tokenizer is not None and words.exists():
         raise ConfigError(f"{words} is there already; choose another --out, or delete it first")
+    path.parent.mkdir(parents=True, exist_ok=True)
     llmc.write_llmc(path, found.model, found.weights, LLMC_VERSIONS[dtype])
     if found.tokenizer is None:
-        return
+        return []
     try:
         llmc.write_tokenizer(words, found.tokenizer)
-        found.notes.append(f"the tokenizer is {words}")
     except TokenizerError as error:
-        found.notes.append(f"the tokenizer is left out: {error}")
+        return [f"the tokenizer is left out: {error}"]
+    return [f"its tokenizer is {words}"]
 
 
-def _write_gguf(path: Path, found: Imported, dtype: str) -> None:
-    found.notes.extend(gguf.write_gguf(path, found.model, found.weights, found.tokenizer, dtype))
+def _write_gguf(path: Path, found: Imported, dtype: str) -> list[str]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return gguf.write_gguf(path, found.model, found.weights, found.tokenizer, dtype)
 
 
-LLMC_VERSIONS = {"fp32": 3, "bf16": 5}
 READERS: dict[str, Reader] = {"llm.c": Reader(llmc.is_llmc, llmc.read_llmc)}
 WRITERS: dict[str, Writer] = {
     "gguf": Writer(gguf.DTYPES, _write_gguf),
     "llmc": Writer(tuple(LLMC_VERSIONS), _write_llmc),
 }
 DESCRIPTIONS: dict[str, Description] = {
-    "llm.c file": Description(llmc.is_llmc, llmc.describe),
-    "GGUF file": Description(gguf.is_gguf, gguf.describe),
+    "llm.c": Description(llmc.is_llmc, llmc.describe),
+    "GGUF": Description(gguf.is_gguf, gguf.describe),
 }
