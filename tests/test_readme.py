@@ -38,6 +38,7 @@ from treadle.config import (
 )
 from treadle.data.stories import generate_stories
 from treadle.graph.value import ROLES
+from treadle.models.gpt2 import GPT2
 from treadle.train.run import FREE_KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,11 +61,15 @@ QUICKER = {
     "treadle train --out runs/story": "",
     "treadle train --out runs/story --list-checkpoints": "",
     "treadle prepare texts/ --out tokens/texts": "",
-    "treadle tokenize tokens/texts": "",
     "treadle train --data tokens/texts": "--steps 2 --run-steps 1",
+    "treadle generate runs/texts": "--tokens 5",
     "treadle prepare libro.txt --tokenizer spanish --out tokens/libro": "",
     "treadle train configs/spanish-5m.json --data tokens/libro": "--run-steps 1",
     "treadle generate runs/spanish-5m --prompt": "--tokens 5",
+    "treadle import gpt2 --out models/gpt2": "",
+    "treadle train configs/finetune-gpt2.json": "--steps 2",
+    "treadle export runs/story --to hf --out models/story": "",
+    "treadle info models/story": "",
     "treadle eval runs/story --data story.txt": "",
     "treadle report runs/story": "",
     "treadle plot runs/story -o loss.png": "",
@@ -142,6 +147,9 @@ def run_commands(page: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
     Path("texts/stories.txt").write_text(generate_stories("en", 100), encoding="utf-8")
     Path("libro.txt").write_text(generate_stories("es", 100), encoding="utf-8")
     shutil.copytree(ROOT / "configs", "configs")
+    # A name on the hub counts where there is no such path.
+    small = GPT2(vocab_size=257, n_layer=1, n_head=1, n_embd=8, block_size=64)
+    treadle.LanguageModel(small, treadle.Tokenizer.byte()).save("gpt2")
     for line in command_lines(page):
         if line not in NOT_RUN:
             program, *arguments = shlex.split(quicker(line))
@@ -394,7 +402,7 @@ def test_links(page: Path) -> None:
 
 
 def source_files() -> list[Path]:
-    folders = ("treadle", "tests", "bench", "examples")
+    folders = ("treadle", "tests", "bench", "examples", "tools")
     return [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
 
 
