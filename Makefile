@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 # Twice quiet: errors alone, without the warnings of setuptools about every editable package.
 PIP = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
-.PHONY: demo install test test-arm lint format bench loc build clean
+.PHONY: demo install test parity test-arm lint format bench loc build clean
 
 demo: install
 	$(BIN)/treadle demo
@@ -30,8 +30,17 @@ $(VENV)/.bench: $(VENV)/.installed pyproject.toml
 	$(PIP) --editable '.[bench]'
 	@touch $@
 
+# PyTorch and transformers take part in these comparisons only.
+$(VENV)/.parity: $(VENV)/.dev pyproject.toml
+	$(PIP) --editable '.[parity]'
+	@touch $@
+
 test: install $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2
+
+# The same numbers as PyTorch, and the same files as transformers.
+parity: install $(VENV)/.parity
+	$(BIN)/python -m pytest -m parity tests/parity
 
 # The op table on 64-bit Arm, emulated; wants gcc-aarch64-linux-gnu and qemu-user.
 test-arm: install $(VENV)/.dev

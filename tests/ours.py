@@ -26,8 +26,8 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass
 class Numbers:
-    """logits [B, T, V]; loss: mean cross-entropy; grads of the loss by parameter, unclipped; losses
-    before each of STEPS optimizer steps on the same batch."""
+    """logits [B, T, V]; loss: mean cross-entropy; grads of the loss, unclipped, by the names of
+    Hugging Face's files; losses before each of STEPS optimizer steps on the same batch."""
 
     logits: np.ndarray
     loss: float
@@ -84,7 +84,8 @@ def numbers(
         losses.append(session.step(step, tokens, targets, lr).loss)
         if step == 0:
             run = session.executable
-            grads = {p.name: run.read(f"{p.name}.grad") for p in model.parameters()}
+            read = {p.name: run.read(f"{p.name}.grad") for p in model.parameters()}
+            grads = model.to_hf(read)
     session.executable.close()
     return Numbers(found, losses[0], grads, losses)
 

@@ -67,10 +67,9 @@ def test_numbers_of_pytorch(name: str, device: str) -> None:
     assert np.abs(np.subtract(found.losses, wanted["losses"])).max() <= 1e-4
     assert wanted["losses"][-1] < wanted["losses"][0] - 0.1
     gradients = {key[2:]: array for key, array in wanted.items() if key.startswith("d ")}
-    assert gradients.keys() == imported.model.to_hf(imported.weights).keys()
-    found_gradients = imported.model.to_hf(found.grads)
+    assert gradients.keys() == found.grads.keys()
     for key, array in gradients.items():
-        assert ours.relative(found_gradients[key], array) <= 1e-5, key
+        assert ours.relative(found.grads[key], array) <= 1e-5, key
 
 
 def test_pytorch_model_bin() -> None:
@@ -179,7 +178,7 @@ def test_shards(tmp_path: Path) -> None:
 def model(tmp_path: Path) -> Path:
     """A Hugging Face directory with a tokenizer of characters."""
     folder = copied("gpt2", tmp_path)
-    text = "".join(map(chr, range(32, 32 + 66))) + "\n"  # as many as the model has ids
+    text = "".join(map(chr, range(58, 123))) + " \n"  # as many as the model has ids
     (folder / "tokenizer.json").write_text(Tokenizer.char(text).to_json())
     return folder
 
@@ -194,11 +193,11 @@ def test_import_info_export_and_back(model: Path, tmp_path: Path) -> None:
     wanted = read_hf(model).weights
     found = read_hf(tmp_path / "theirs").weights
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
-    one = succeed("generate", model, "--prompt", "ab", "--tokens", 8, "--temperature", 0)
-    assert one == succeed("generate", tmp_path / "theirs", "--prompt", "ab", "--tokens", 8,
+    one = succeed("generate", model, "--prompt", "AB", "--tokens", 8, "--temperature", 0)
+    assert one == succeed("generate", tmp_path / "theirs", "--prompt", "AB", "--tokens", 8,
                           "--temperature", 0)  # fmt: skip
     assert "choose another --out" in fail("import", model, "--out", tmp_path / "mine")
-    assert "one of hf" in fail("export", model, "--to", "onnx", "--out", tmp_path / "x")
+    assert "one of hf, gguf, llmc" in fail("export", model, "--to", "onnx", "--out", tmp_path / "x")
     assert "takes fp32" in fail("export", model, "--to", "hf", "--out", tmp_path / "x",
                                 "--dtype", "int4")  # fmt: skip
 
@@ -208,6 +207,7 @@ def test_info_of_what_there_is(model: Path, tmp_path: Path) -> None:
     succeed("train", "--data", text, "--out", tmp_path / "run", "--steps", 2, "--n-layer", 1,
             "--n-embd", 8, "--n-head", 1, "--block-size", 8, "--batch-size", 2)  # fmt: skip
     succeed("prepare", text, "--out", tmp_path / "tokens")
+    np.arange(9, dtype=np.int32).tofile(tmp_path / "raw.bin")
     weights = tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
     for path, words in {
         tmp_path / "run": ("run", "char", "the best"),
@@ -216,7 +216,8 @@ def test_info_of_what_there_is(model: Path, tmp_path: Path) -> None:
         model: ("Hugging Face directory", "no digests"),
         FIXTURES / "pytorch" / "pytorch_model.bin": ("PyTorch file", "lm_head.weight"),
         tmp_path / "tokens": ("tokens", "vocabulary"),
-        tmp_path / "tokens" / "train.bin": ("token file", "uint16"),
+        tmp_path / "tokens" / "train.bin": ("llm.c", "uint16"),
+        tmp_path / "raw.bin": ("token file", "int32"),
         model / "tokenizer.json": ("tokenizer", "67 ids"),
     }.items():
         said = succeed("info", path)
@@ -224,6 +225,22 @@ def test_info_of_what_there_is(model: Path, tmp_path: Path) -> None:
         assert all(word in said for word in words) and re.search(r"^intact +yes", said, re.M)
     assert "no such file" in fail("info", tmp_path / "nothing")
     assert "not a run" in fail("info", text)
+
+
+def test_export_to_llmc(model: Path, tmp_path: Path) -> None:
+    said = succeed("export", model, "--to", "llmc", "--out", tmp_path / "new" / "m.bin")
+    assert "m_tokenizer.bin" in said and "fp32" in said
+    succeed("import", tmp_path / "new" / "m.bin", "--out", tmp_path / "mine")
+    wanted, again = read_hf(model), treadle.load(tmp_path / "mine")
+    assert all(np.array_equal(again.weights[name], wanted.weights[name]) for name in wanted.weights)
+    assert again.tokenizer is not None and again.tokenizer.vocab_size == 67
+    assert re.search(r"^kind +llm.c$", succeed("info", tmp_path / "new" / "m.bin"), re.M)
+
+
+def test_export_to_gguf(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    succeed("export", model, "--to", "gguf", "--out", tmp_path / "m.gguf", "--dtype", "fp16")
+    assert re.search(r"^kind +GGUF$", succeed("info", tmp_path / "m.gguf"), re.M)
 
 
 def test_info_names_damage(model: Path, tmp_path: Path) -> None:
@@ -297,7 +314,7 @@ def test_the_hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.chdir(tmp_path)  # where `gpt2` is a directory, and `org/gpt2` none
     succeed("import", "org/gpt2", "--out", tmp_path / "a")
-    succeed("generate", "hf:gpt2", "--prompt", "ab", "--tokens", 2)
+    succeed("generate", "hf:gpt2", "--prompt", "AB", "--tokens", 2)
     succeed("import", "gpt2", "--out", tmp_path / "b")
     assert [name for name, *_ in asked] == ["org/gpt2", "gpt2"]
     assert "model.safetensors.index.json" in asked[0][1] and asked[0][2] == "*/*"

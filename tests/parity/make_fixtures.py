@@ -18,10 +18,11 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 sys.path.insert(0, str(FIXTURES.parent))
 
 import numpy as np  # noqa: E402
-import peer  # noqa: E402
 import torch  # noqa: E402
-from models import STORED, VOCAB  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
+
+import peer  # noqa: E402
+from models import STORED, VOCAB  # noqa: E402
 
 BATCH, TIME = 2, 9
 

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import peer
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ours
+import peer
 from treadle.interop.base import Imported
 from treadle.interop.hf import read_hf
+
+pytestmark = pytest.mark.parity
 
 BATCH, TIME = 2, 64
 LR = 1e-4

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import treadle
 from runs import succeed, write_text
 
+pytestmark = pytest.mark.parity
+
 TOKENS = 64
 TEXT = "the cat sat on  a red mat\n\nand his old dog ran far"
 KINDS = {

@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import peer
 import pytest
 import torch
-from models import SMALL, VOCAB
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ours
+import peer
+from models import SMALL, VOCAB
 from treadle.interop.hf import read_hf
 from treadle.train.source import open_source, save_model
+
+pytestmark = pytest.mark.parity
 
 BATCH, TIME = 3, 17
 
@@ -48,6 +50,7 @@ def test_there_and_back(saved: tuple[PreTrainedModel, Path], tmp_path: Path) -> 
     imported = read_hf(folder)
     save_model(tmp_path / "ours", imported.model, imported.weights, None)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert isinstance(again, type(model))
     wanted, found = peer.parameters(model), peer.parameters(again)
     assert wanted.keys() == found.keys()
     for name, tensor in wanted.items():

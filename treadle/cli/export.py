@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from treadle.interop.base import Imported
 from treadle.interop.formats import WRITERS, Writer
 
 HF = "hf"
@@ -27,16 +28,19 @@ def command(
     from treadle.interop.hub import named
     from treadle.train.source import new_place, open_source, save_model
 
-    hf = Writer(("fp32",), lambda path, m, _: save_model(path, m.model, m.weights, m.tokenizer))
+    def write_hf(path: Path, found: Imported, dtype: str) -> list[str]:
+        save_model(path, found.model, found.weights, found.tokenizer)
+        return []
+
     if to not in FORMATS:
         raise ConfigError(f"--to: got {to}; one of {', '.join(FORMATS)}")
-    writer = hf if to == HF else WRITERS[to]
+    writer = Writer(("fp32",), write_hf) if to == HF else WRITERS[to]
     dtype = dtype or writer.dtypes[0]
     if dtype not in writer.dtypes:
         raise ConfigError(f"--dtype: got {dtype}; {to} takes {', '.join(writer.dtypes)}")
     new_place(out)
     found = open_source(named(source))
-    writer.write(out, found, dtype)
-    for note in found.notes:
-        print(f"note: {note}")
+    notes = found.notes + writer.write(out, found, dtype)
     print(f"wrote {out}: {to}, {dtype}")
+    for note in notes:
+        print(f"note: {note}")

@@ -71,6 +71,9 @@ def describe(path: Path) -> Found:
             except TreadleError as error:
                 found.fault = str(error)
                 found.say("intact", f"no: {error}")
+            else:
+                if name in foreign:
+                    found.say("intact", "yes, as far as its header tells")
             return found
     raise CheckpointError(f"{path}: not a run, model, tokenizer or token file that Treadle knows")
 

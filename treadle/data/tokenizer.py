@@ -48,6 +48,7 @@ VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 
 _CHUNK = 1 << 16  # characters that one call of the library gets at a time
 _CHUNKS_AT_ONCE = 64  # bounds the memory that the results of the library take
+_LARGEST_VOCABULARY = 1 << 24
 _MIN_FREQUENCY = 2
 LARGEST_VOCAB = 1 << 24  # far more than any has
 _EOS_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
@@ -78,6 +79,11 @@ class Tokenizer:
         if not vocab:
             raise TokenizerError("the tokenizer has no tokens; give a text or a file with some")
         self.vocab_size: int = max(vocab.values()) + 1
+        if self.vocab_size > _LARGEST_VOCABULARY:  # what follows is as long as the largest id
+            raise TokenizerError(
+                f"the tokenizer has an id {self.vocab_size - 1:,}; ids are below "
+                f"{_LARGEST_VOCABULARY:,}"
+            )
         self._specials: dict[str, int] = {
             token["content"]: token["id"] for token in spec["added_tokens"]
         }

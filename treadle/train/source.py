@@ -116,8 +116,8 @@ def adopt(config: Config, source: Imported) -> Config:
 
 def _sizes(model: Model) -> dict[str, object]:
     """The keys of the section model that a model decides."""
-    names = [key for key in ModelConfig.model_fields if key not in OWN_KEYS and hasattr(model, key)]
-    return {key: getattr(model, key) for key in names}
+    sizes = {"architecture": model.architecture, **dataclasses.asdict(model)}  # type: ignore[call-overload]
+    return {k: v for k, v in sizes.items() if k in ModelConfig.model_fields and k not in OWN_KEYS}
 
 
 def adopted_model(config: Config, model: Model) -> Model:
