@@ -15,14 +15,22 @@ import treadle
 from runs import SMALL, fail, run, succeed, write_text
 from treadle.backends import select
 from treadle.backends.base import Backend, Executable
+from treadle.backends.numpy import NumpyBackend
 from treadle.data.tokenizer import Tokenizer
 from treadle.errors import ConfigError
 from treadle.generate import Decoder, Sampling, StopStrings, Writer, add_generation, write_weight
 from treadle.graph.program import Program
-from treadle.models.base import declare
+from treadle.models.base import Model, declare, read_weights
+from treadle.models.gemma import Gemma
 from treadle.models.gpt2 import GPT2
+from treadle.models.llama import Llama
 
 SIZES = GPT2(61, n_layer=2, n_head=4, n_embd=32, block_size=24, tie_embeddings=False)
+LLAMA = Llama(61, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, block_size=24)
+GEMMA = Gemma(
+    61, n_layer=2, n_head=4, n_kv_head=1, n_embd=32, block_size=24, version=2,
+    attn_softcap=20.0, final_softcap=30.0, sliding_window=7,
+)  # fmt: skip
 LONG = GPT2(31, n_layer=1, n_head=2, n_embd=16, block_size=600)
 
 
@@ -47,7 +55,7 @@ class Counting(Executable):
 
 
 def decoder(
-    model: GPT2, device: str = "cpu", precision: str = "fp32", batch: int = 1, threads: int = 1
+    model: Model, device: str = "cpu", precision: str = "fp32", batch: int = 1, threads: int = 1
 ) -> Decoder:
     """Of weights large enough that the tokens of a text matter to the next."""
     program = Program()
@@ -66,7 +74,7 @@ def forget(made: Decoder) -> Decoder:
     return made
 
 
-def ids(model: GPT2, length: int, seed: int = 0) -> list[int]:
+def ids(model: Model, length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(model.vocab_size, size=length).tolist()
 
 
@@ -87,14 +95,40 @@ def test_the_same_text_as_without_a_cache(device: str, precision: str, sampling:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", [SIZES, LONG])
-def test_the_same_bits_as_without_a_cache(model: GPT2, precision: str) -> None:
+@pytest.mark.parametrize(
+    "model", [SIZES, LONG, LLAMA, GEMMA], ids=["gpt2", "long", "llama", "gemma"]
+)
+def test_the_same_bits_as_without_a_cache(model: Model, precision: str) -> None:
     made, block = decoder(model, precision=precision), model.block_size
     text = ids(model, block + 2)
     for length in (1, 2, 15, 16, 17, 18, *range(block - 3, block + 3)):
         made.logits([text[: length - 1] or [0]])
         found = made.logits([text[:length]])
         np.testing.assert_array_equal(forget(made).logits([text[:length]]), found)
+
+
+@pytest.mark.parametrize("model", [SIZES, LLAMA, GEMMA], ids=["gpt2", "llama", "gemma"])
+def test_a_token_at_a_time_is_the_model_that_was_trained(model: Model) -> None:
+    """Against the graph without a cache, in float64: positions, windows, heads, caps."""
+    block = model.block_size
+    program = Program()
+    declare(program, model)
+    add_generation(program, model)
+    g = program.graph("plain")
+    tokens = g.read(program.buffer("tokens", (1, block), "int32", "input"))
+    weights = read_weights(program, g, model)
+    logits = model.logits(weights, model.hidden(weights, tokens))
+    g.assign(program.buffer("all", logits.shape, "float32", "output"), logits)
+    run = NumpyBackend("float64").load(program)
+    for p in model.parameters():
+        run.write(p.name, p.initial(3) * (6 if len(p.shape) > 1 else 1))
+    text = ids(model, block)
+    run.write("tokens", [text])
+    run.run("plain")
+    expected, made = run.read("all")[0], Decoder(run, block)
+    for length in range(5, block + 1):
+        found = made.logits([text[:length]])[0]
+        np.testing.assert_allclose(found, expected[length - 1], rtol=0, atol=1e-11)
 
 
 def test_threads_do_not_change_bits() -> None:

@@ -134,7 +134,7 @@ def test_values_that_are_taken(override: str, key: str, expected: object):
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("train.steps=-4", ["train.steps", "-4", "integer >= 0 or null"]),
+        ("train.steps=-4", ["train.steps", "-4", "integer from 0 to 2^32 - 1 or null"]),
         ("train.steps=1.5", ["train.steps", "1.5", "integer"]),
         ("train.steps=true", ["train.steps", "true", "integer"]),
         ("train.batch_size=many", ["train.batch_size", '"many"', "integer >= 1"]),

@@ -14,11 +14,12 @@ import pytest
 from test_gpt import fastest, kernels, losses, session
 from treadle import models
 from treadle.backends import cpu
+from treadle.backends.base import Backend
 from treadle.backends.numpy import NumpyBackend
 from treadle.config import APPLIES, ARCHITECTURES, ROPE_SCALING, ModelConfig, load_config
 from treadle.data.sampler import IGNORE
 from treadle.errors import CheckpointError, ConfigError
-from treadle.generate import next_logits
+from treadle.generate import Decoder
 from treadle.graph.value import from_bfloat16, to_bfloat16
 from treadle.models.base import Model
 from treadle.models.gemma import Gemma
@@ -235,6 +236,22 @@ def test_models_that_are_not_supported(name: str, key: str, value: Any, message:
         models.from_hf_config({**SMALL[name].hf_config(eos_id=None), key: value})
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma 2"])
+def test_values_of_any_kind_are_named_or_read(name: str) -> None:
+    stated = SMALL[name].hf_config(eos_id=None)
+    odd: list[Any] = ["x", None, [], {}, -1, 0, 1.5, float("nan"), float("inf"), 10**400, True]
+    odd += [{"rope_type": [1]}, {"rope_type": "llama3", "factor": "x"}, ["x"], {"x": 1}]
+    refused = 0
+    for key in stated:
+        for value in odd:
+            try:
+                models.from_hf_config({**stated, key: value})
+            except CheckpointError as error:
+                refused += 1
+                assert "\n" not in str(error) and len(str(error)) < 300
+    assert refused > 100
+
+
 def test_a_gemma_2_that_sees_everything() -> None:
     model = replace(SMALL["gemma 2"], sliding_window=None)  # type: ignore[type-var]
     stated = model.hf_config(eos_id=None)
@@ -245,20 +262,45 @@ def test_a_gemma_2_that_sees_everything() -> None:
 # ---------------------------------------------------------------- learning
 
 
+def steep(model: Model, backend: Backend) -> Session:
+    """A session whose weights are away from the start, where attention sees all tokens alike."""
+    run = session(model, backend, 1)  # type: ignore[arg-type]
+    drawn = {p.name: (5 if len(p.shape) > 1 else 1) * p.initial(3) for p in model.parameters()}
+    run.load_weights(drawn)
+    return run
+
+
 @every_model
-def test_the_future_is_hidden(model: Model) -> None:
-    run = session(model, fastest(), 1).executable  # type: ignore[arg-type]
-    for p in model.parameters():
-        if len(p.shape) > 1:  # away from the start, where attention sees all tokens alike
-            run.write(p.name, 5 * p.initial(3))
-    ids = [3, 1, 4, 1, 5, 9, 2, 6]
-    logits = next_logits(run, 24, ids)
-    run.write("prompt_16", np.full((1, 16), 7))
-    np.testing.assert_array_equal(next_logits(run, 24, ids), logits)
-    assert np.abs(next_logits(run, 24, [7, *ids[1:]]) - logits).max() > 1e-5
-    assert np.abs(next_logits(run, 24, [1, 3, *ids[2:]]) - logits).max() > 1e-5, "order counts"
+def test_the_future_is_hidden_and_order_counts(model: Model) -> None:
+    run = steep(model, fastest()).executable
+    ids, decoder = [3, 1, 4, 1, 5, 9, 2, 6], Decoder(run, 24)
+    logits = decoder.logits([ids])
+    for filling in (0, 7):
+        run.write("prompt_16", [ids + [filling] * 8])
+        run.run("prefill_16")
+        np.testing.assert_array_equal(run.read("logits"), logits)
+    for other in ([7, *ids[1:]], [1, 3, *ids[2:]]):
+        assert np.abs(decoder.logits([other]) - logits).max() > 1e-5
     cap = model.final_softcap
     assert cap is None or np.abs(logits).max() < cap
+
+
+@every_model
+@pytest.mark.parametrize(
+    "backend", [NumpyBackend("float64"), pytest.param("cpu", marks=kernels)], ids=["f64", "cpu"]
+)
+def test_a_cache_gives_what_the_whole_text_gives(model: Model, backend: NumpyBackend | str) -> None:
+    """Read at once and token by token, against the loss that evaluation computes."""
+    device = cpu.CpuBackend(1) if isinstance(backend, str) else backend
+    run, ids = steep(model, device), np.arange(24) * 7 % 29
+    decoder, tolerance = Decoder(run.executable, 24), 1e-5 if isinstance(backend, str) else 1e-12
+    for n in (1, 9, 10, 11, 17, 18, 24):
+        targets = np.full((1, 24), IGNORE)
+        targets[0, n - 1] = 5
+        loss = run.evaluate([(ids[None], targets, 1)])
+        (logits,) = decoder.logits([ids[:n].tolist()])
+        found = np.log(np.exp(logits.astype(float)).sum()) - logits[5]
+        assert found == pytest.approx(loss, abs=tolerance)
 
 
 @kernels

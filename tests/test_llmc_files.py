@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runs import fail, run
+from runs import fail, run, succeed
 from treadle.data.shards import HEADER_BYTES, write_tokens
 from treadle.data.stories import generate_stories
 from treadle.data.tokenizer import Tokenizer
@@ -332,3 +332,25 @@ def test_files_are_described(tmp_path: Path) -> None:
         assert llmc.is_llmc(tmp_path / "x.bin")
         assert ("dtype", dtype) in llmc.describe(tmp_path / "x.bin")
     assert not llmc.is_llmc(Path(__file__)) and not llmc.is_llmc(tmp_path / "missing")
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_import_and_export_give_the_file_back(tmp_path: Path) -> None:
+    source = tmp_path / "m.bin"
+    shutil.copy(MODEL, source)
+    small = Tokenizer.char(TEXT[:2000])
+    llmc.write_tokenizer(tmp_path / "m_tokenizer.bin", small)
+    succeed("import", source, "--out", tmp_path / "checkpoint")
+    out = tmp_path / "back.bin"
+    succeed("export", tmp_path / "checkpoint", "--to", "llmc", "--out", out)
+    assert out.read_bytes() == source.read_bytes()
+    words = (tmp_path / "back_tokenizer.bin").read_bytes()
+    assert words == (tmp_path / "m_tokenizer.bin").read_bytes()
+    assert "61, padded to 128" in succeed("info", out)
+    out.unlink()
+    line = fail("export", tmp_path / "checkpoint", "--to", "llmc", "--out", out)
+    assert "back_tokenizer.bin is there already" in line and not out.exists()
+    assert "tokens" in succeed("info", tmp_path / "back_tokenizer.bin")
+    assert "expected its model" in fail("import", STATE, "--out", tmp_path / "no")

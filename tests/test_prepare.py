@@ -287,6 +287,7 @@ def test_merges_are_learned_from_training_documents_alone(tmp_path: Path) -> Non
     assert (tmp_path / "D" / TOKENIZER_FILE).read_text(encoding="utf-8") == again
     sample = report.counts["tokenizer"]["trained_on"]
     assert sample["texts"] == len(train) < 200
+    assert sample["bytes"] == sample["of_bytes"] == sum(map(len, train))
     assert sample["sha256"] == hashlib.sha256(END_OF_TEXT.join(train).encode()).hexdigest()
 
 
@@ -299,7 +300,8 @@ def test_a_permanent_tokenizer(tmp_path: Path) -> None:
     sample = report.counts["tokenizer"]["trained_on"]
     assert 6000 < sample["bytes"] < 12000 < sample["of_bytes"]
     text = (kept / CORPUS_FILE).read_text()
-    assert len(text) == sample["bytes"] and set(text.split(END_OF_TEXT)) < set(stories(200))
+    texts = text.split(END_OF_TEXT)
+    assert sum(map(len, texts)) == sample["bytes"] and set(texts) < set(stories(200))
 
     write_jsonl(tmp_path / "a.jsonl", stories(50, seed=3))
     again = prepare_stories(tmp_path, TokenizerOptions("auto", directory=kept))

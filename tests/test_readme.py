@@ -45,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README, SPANISH, TRAINING = ROOT / "README.md", ROOT / "README.es.md", ROOT / "docs" / "training.md"
 FORMATS, TOUR = ROOT / "docs" / "formats.md", ROOT / "docs" / "tour.md"
 ARCHITECTURE, GUIDE = ROOT / "docs" / "architecture.md", ROOT / "docs" / "adding-an-op.md"
+MODELS = ROOT / "docs" / "adding-a-model.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -60,8 +61,8 @@ QUICKER = {
     "treadle train --out runs/story": "",
     "treadle train --out runs/story --list-checkpoints": "",
     "treadle prepare texts/ --out tokens/texts": "",
-    "treadle tokenize tokens/texts": "",
     "treadle train --data tokens/texts": "--steps 2 --run-steps 1",
+    "treadle generate runs/texts": "--tokens 5",
     "treadle prepare libro.txt --tokenizer spanish --out tokens/libro": "",
     "treadle train configs/spanish-5m.json --data tokens/libro": "--run-steps 1",
     "treadle generate runs/spanish-5m --prompt": "--tokens 5",
@@ -318,7 +319,7 @@ def test_the_plan_of_the_tour(capsys: pytest.CaptureFixture[str]) -> None:
 CHECK_ROWS = """
 from treadle import cases, checks
 from treadle.backends.cpu import CpuBackend
-for case in cases._softcap():
+for case in cases._softsign():
     results = [checks.gradient(case)] if case.gradient else []
     results += [checks.symmetry(case, CpuBackend(2), dtype) for dtype in case.dtypes]
     assert all(result.ok for result in results), case.title
@@ -334,7 +335,7 @@ def test_the_op_of_the_guide(tmp_path: Path) -> None:
     package = tmp_path / "treadle"
     shutil.copytree(ROOT / "treadle", package, ignore=shutil.ignore_patterns("lib", "*.c"))
     shutil.copy(ROOT / "treadle/kernels/walker.c", package / "kernels")
-    for name in ("treadle/ops/softcap.py", "treadle/ops/softcap.c"):
+    for name in ("treadle/ops/softsign.py", "treadle/ops/softsign.c"):
         assert not (ROOT / name).exists()
         (tmp_path / name).write_text(block_of(GUIDE, name), encoding="utf-8")
     for name in ("treadle/ops/__init__.py", "treadle/cases.py"):
@@ -355,7 +356,7 @@ def test_the_op_of_the_guide(tmp_path: Path) -> None:
 
     python("-m", "treadle.backends.build", "--strict", "--isa", isa)
     assert "all rows pass" in python("-c", CHECK_ROWS)
-    example = block_of(GUIDE, "softcap_example.py")
+    example = block_of(GUIDE, "softsign_example.py")
     loss, weights = python("-c", shortened(example, ("lr=0.05", 'lr=0.05, device="numpy"'))).split(
         maxsplit=1
     )
@@ -363,6 +364,24 @@ def test_the_op_of_the_guide(tmp_path: Path) -> None:
     assert [float(w) for w in weights.strip("[] \n").split()] == pytest.approx(
         [1, -2, 0.5], abs=1e-2
     )
+
+
+# ---------------------------------------------------------------- adding a model
+
+
+def test_the_model_of_the_guide(tmp_path: Path) -> None:
+    ((_, example),) = fences(MODELS, "python")
+    names: dict = {}
+    exec(example, names)
+    text = tmp_path / "text.txt"
+    text.write_text("round and round the garden\n" * 40)
+    data = treadle.load_data(text, tokenizer="char")
+    model = names["Listener"](vocab_size=data.vocab_size)
+    assert names["Listener"].from_hf_config(model.hf_config(None)) == model
+    lm = treadle.LanguageModel(model, data.tokenizer, threads=1)
+    losses = lm.fit(data, steps=150, batch_size=4, lr=1e-2, progress=False)
+    assert losses[-1] < 0.3 * losses[0]
+    assert "the garden" in lm.generate("round and", tokens=30, temperature=0)
 
 
 # ---------------------------------------------------------------- names
@@ -385,7 +404,7 @@ def test_links(page: Path) -> None:
 
 
 def source_files() -> list[Path]:
-    folders = ("treadle", "tests", "bench", "examples")
+    folders = ("treadle", "tests", "bench", "examples", "tools")
     return [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
 
 
@@ -462,19 +481,19 @@ def test_limits_are_as_the_readme_says() -> None:
             README,
             "float32 only",
             "There is no GPU backend yet.",
-            "The only architecture is GPT-2.",
+            "The architectures are GPT-2, Llama, and Gemma 1 and 2.",
         ),
         (
             SPANISH,
             "solo en float32",
             "Todavía no hay ningún backend para GPU.",
-            "La única arquitectura es GPT-2.",
+            "Las arquitecturas son GPT-2, Llama y Gemma 1 y 2.",
         ),
     ):
         text = page.read_text(encoding="utf-8")
         assert (precision in text) == (PRECISIONS == ("fp32",))
         assert (devices in text) == (set(NAMES) == {"auto", "cpu", "numpy"})
-        assert (models in text) == (ARCHITECTURES == ("gpt2",))
+        assert (models in text) == (ARCHITECTURES == ("gpt2", "llama", "gemma"))
 
 
 # ---------------------------------------------------------------- generated parts

@@ -23,8 +23,10 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Config": "treadle.config",
     "GPT2": "treadle.models.gpt2",
+    "Gemma": "treadle.models.gemma",
     "Graph": "treadle.graph",
     "LanguageModel": "treadle.api",
+    "Llama": "treadle.models.llama",
     "OptimizerSettings": "treadle.train.program",
     "Program": "treadle.graph",
     "Sampling": "treadle.generate",

@@ -19,15 +19,26 @@ from treadle.data.tokenizer import Tokenizer
 from treadle.graph.program import Program
 from treadle.interop.gguf import write_gguf
 from treadle.models.base import Model, declare, read_weights
+from treadle.models.gemma import Gemma
 from treadle.models.gpt2 import GPT2
+from treadle.models.llama import Llama
+from treadle.models.llama_config import RopeScaling
 
 pytestmark = pytest.mark.parity
 
 V, CONTEXT, STEPS, NEW = 500, 64, 60, 32
 PROMPT = "Once upon a time"
-GPT2S = {
-    "gpt2": GPT2(V, 2, 4, 64, CONTEXT),
-    "gpt2 without biases": GPT2(V, 2, 2, 64, CONTEXT, bias=False, tie_embeddings=False),
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": CONTEXT}
+SMALL = SIZES | {"n_kv_head": 2, "n_ff": 96}
+LLAMA3 = RopeScaling(8.0, 1.0, 4.0, original_max_position_embeddings=16)
+CAPS = {"attn_softcap": 2.0, "final_softcap": 5.0}
+MODELS: dict[str, Model] = {
+    "gpt2": GPT2(V, **SIZES),
+    "gpt2 without biases": GPT2(V, **SIZES, bias=False, tie_embeddings=False),
+    "llama": Llama(V, **SMALL),
+    "llama 3.1": Llama(V, **SMALL, rope_scaling=LLAMA3, rope_theta=5e5, tie_embeddings=False),
+    "llama, linear": Llama(V, **SMALL, head_dim=32, rope_scaling=RopeScaling(4.0, kind="linear")),
+    "gemma 2": Gemma(V, **SMALL, version=2, sliding_window=8, query_pre_attn_scalar=50, **CAPS),
 }
 
 
@@ -92,15 +103,12 @@ def compare(theirs: Any, ours: LanguageModel, limit: float) -> None:
     assert difference <= limit
 
 
-@pytest.mark.parametrize("name", GPT2S)
-def test_a_gpt2_trained_here(name: str, text: Path, tmp_path: Path) -> None:
-    check_with_transformers(trained(GPT2S[name], text), tmp_path)
-
-
-def check_with_transformers(ours: LanguageModel, folder: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trained_here(name: str, text: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    ours, folder = trained(MODELS[name], text), tmp_path
     assert ours.tokenizer is not None
     # float32 to rounding; float16 and q8_0 to what their numbers are rounded to.
     for dtype, limit in (("fp32", 1e-4), ("fp16", 4e-3), ("q8_0", 8e-2)):
@@ -120,3 +128,27 @@ def check_with_transformers(ours: LanguageModel, folder: Path) -> None:
         written = theirs.generate(prompt, max_new_tokens=NEW, do_sample=False)
         expected = ours.generate(PROMPT, tokens=NEW, temperature=0.0)
         assert words.decode(written[0], skip_special_tokens=True) == expected
+
+
+def test_the_first_gemma(text: Path, tmp_path: Path) -> None:
+    import gguf
+    import torch
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    ours = trained(Gemma(V, **SMALL), text)
+    write_gguf(tmp_path / "m.gguf", ours.model, ours.weights, ours.tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA, 2)
+    stored = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    theirs = GemmaForCausalLM(GemmaConfig(**ours.model.hf_config(None))).eval()
+    tensors = {}
+    for name in theirs.state_dict():
+        if name == "lm_head.weight":
+            continue
+        array = stored.pop(f"{names.get_name(name.removesuffix('.weight'))}.weight")
+        if name.endswith("norm.weight"):
+            array = array - 1
+        tensors[name] = torch.from_numpy(np.array(array))
+    assert not stored
+    theirs.load_state_dict(tensors, strict=False)
+    theirs.tie_weights()
+    compare(theirs, ours, 1e-4)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from treadle.errors import ConfigError, TokenizerError
 from treadle.interop import gguf, llmc
 from treadle.interop.base import Imported
 
@@ -44,13 +45,18 @@ LLMC_VERSIONS = {"fp32": 3, "bf16": 5}
 
 def _write_llmc(path: Path, found: Imported, dtype: str) -> list[str]:
     """The model, and its tokenizer beside it as `<name>_tokenizer.bin`."""
+    words = path.with_name(f"{path.stem}_tokenizer.bin")
+    if found.tokenizer is not None and words.exists():
+        raise ConfigError(f"{words} is there already; choose another --out, or delete it first")
     path.parent.mkdir(parents=True, exist_ok=True)
     llmc.write_llmc(path, found.model, found.weights, LLMC_VERSIONS[dtype])
     if found.tokenizer is None:
         return []
-    beside = path.with_name(f"{path.stem}_tokenizer.bin")
-    llmc.write_tokenizer(beside, found.tokenizer)
-    return [f"its tokenizer is {beside}"]
+    try:
+        llmc.write_tokenizer(words, found.tokenizer)
+    except TokenizerError as error:
+        return [f"the tokenizer is left out: {error}"]
+    return [f"its tokenizer is {words}"]
 
 
 def _write_gguf(path: Path, found: Imported, dtype: str) -> list[str]:

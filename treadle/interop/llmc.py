@@ -536,6 +536,7 @@ def describe(path: str | Path) -> list[tuple[str, str]]:
             ("width", str(model.n_embd)),
             ("context", str(model.block_size)),
             ("vocabulary", f"{model.vocab_size:,}, padded to {padded:,}"),
+            ("intact", "yes: its size is what its header says"),
         ]
     if magic == STATE:
         _, version, batch, time = (int(x) for x in _header(path, STATE)[:4])

@@ -106,6 +106,20 @@ INLINE vf stored_sum(vf x) {
 
 INLINE int64_t units(int64_t k) { return ceil_div(k, UNIT); }
 
+/* ---- the order of summation --------------------------------------------------------------------------- */
+
+/* K is dealt in pairs, whatever a unit is. */
+INLINE int64_t k_start(int64_t K, int64_t parts, int64_t i) {
+    return min_i64(K, 2 * part_start(ceil_div(K, 2), parts, i));
+}
+
+/* Units of K whose products are added one after another: the rounding errors of a chain grow with its
+   length, as all but the first additions are to a sum that is large already. */
+#define CHAIN 384
+
+/* The length of the chains, one size but for the last, that a block of `depth` units is cut into. */
+INLINE int64_t chain_length(int64_t depth) { return ceil_div(depth, 1 + (depth - 1) / CHAIN); }
+
 /* ---- the microkernel -------------------------------------------------------------------------------- */
 
 /* What becomes of a tile's sums: to = from + sums + bias, where from and bias may be NULL. */

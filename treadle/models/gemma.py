@@ -17,7 +17,7 @@ from treadle.graph.value import Value
 from treadle.models.base import Weights
 from treadle.models.cache import Cache
 from treadle.models.llama import Llama
-from treadle.models.llama_config import read_sizes
+from treadle.models.llama_config import number, read_sizes
 from treadle.ops.elementwise import add, scale
 
 GELU = "gelu_pytorch_tanh"  # in config.json
@@ -115,10 +115,15 @@ class Gemma(Llama):
             return cls(**sizes)
         if config.get("use_bidirectional_attention"):
             raise CheckpointError("config.json: use_bidirectional_attention is not supported")
-        kinds = config.get("layer_types") or LAYERS * sizes["n_layer"]
-        second: dict[str, Any] = {name: config.get(key) for name, key in SECOND.items()}
-        if set(kinds) == {LAYERS[1]}:
+        caps = [key for name, key in SECOND.items() if name != "sliding_window"]
+        stated = {k: number(config, k) for k in caps if config.get(k) is not None}
+        second: dict[str, Any] = {n: stated.get(k, config.get(k)) for n, k in SECOND.items()}
+        n_layer = sizes["n_layer"]
+        kinds = config.get("layer_types") or [LAYERS[i % 2] for i in range(n_layer)]
+        if kinds == [LAYERS[1]] * n_layer:
             second["sliding_window"] = None
-        elif any(kind != LAYERS[i % 2] for i, kind in enumerate(kinds)):
-            raise CheckpointError(f"config.json: layer_types other than {LAYERS} in turn: {kinds}")
+        elif kinds != [LAYERS[i % 2] for i in range(n_layer)]:
+            raise CheckpointError(
+                f"config.json: expected layer_types {' and '.join(LAYERS)} in turn"
+            )
         return cls(version=2, **second, **sizes)

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from treadle.errors import ConfigError
 from treadle.graph.value import Value
 from treadle.models.base import Model, Parameter, Weights
 from treadle.models.cache import Cache
-from treadle.models.llama_config import RopeScaling, frequencies, read_sizes, write_sizes
+from treadle.models.llama_config import RopeScaling, complete, frequencies, read_sizes, write_sizes
 from treadle.ops.attention import attention
 from treadle.ops.elementwise import add, gated
 from treadle.ops.embedding import embedding
@@ -48,26 +47,7 @@ class Llama(Model):
     norm_offset: ClassVar[float] = 0.0  # what a norm adds to its weight
 
     def __post_init__(self) -> None:
-        for key in ("vocab_size", "n_layer", "n_head", "n_embd", "block_size"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"model.{key} must be at least 1, got {getattr(self, key)}")
-        if isinstance(self.rope_scaling, Mapping):
-            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        derived = {
-            "n_kv_head": self.n_head,
-            "head_dim": self.n_embd // self.n_head,
-            "n_ff": -(-8 * self.n_embd // 96) * 32,
-        }
-        for key, value in derived.items():
-            object.__setattr__(self, key, getattr(self, key) or value)
-        for whole, part in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
-            if getattr(self, whole) % getattr(self, part):
-                raise ConfigError(
-                    f"model.{whole} ({getattr(self, whole)}) must be a multiple of model.{part} "
-                    f"({getattr(self, part)})"
-                )
-        if self.head_dim % 2:
-            raise ConfigError(f"model.head_dim must be even, for pairs to turn: {self.head_dim}")
+        complete(self)
 
     # ---------------------------------------------------------------- weights
 

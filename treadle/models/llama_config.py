@@ -9,6 +9,7 @@ from math import pi
 from typing import Any
 
 from treadle.errors import CheckpointError, ConfigError
+from treadle.files import one_line
 
 KINDS = ("linear", "llama3")
 # What a kind is described by, in RopeScaling and in config.json.
@@ -59,8 +60,37 @@ def frequencies(theta: float, size: int, scaling: RopeScaling | None) -> list[fl
     return plain if scaling is None else [scaling.scaled(f) for f in plain]
 
 
+# ---------------------------------------------------------------- sizes
+
+
+def complete(model: Any) -> None:
+    """Give the sizes that are 0, and follow from others, their values; ConfigError where sizes
+    do not fit. For the __post_init__ of a frozen dataclass."""
+    for key in ("vocab_size", "n_layer", "n_head", "n_embd", "block_size"):
+        if getattr(model, key) < 1:
+            raise ConfigError(f"model.{key} must be at least 1, got {getattr(model, key)}")
+    if isinstance(model.rope_scaling, Mapping):  # as a configuration has it
+        object.__setattr__(model, "rope_scaling", RopeScaling(**model.rope_scaling))
+    derived = {
+        "n_kv_head": model.n_head,
+        "head_dim": model.n_embd // model.n_head,
+        "n_ff": -(-8 * model.n_embd // 96) * 32,
+    }
+    for key, value in derived.items():
+        object.__setattr__(model, key, getattr(model, key) or value)
+    for whole, part in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
+        if getattr(model, whole) % getattr(model, part):
+            raise ConfigError(
+                f"model.{whole} ({getattr(model, whole)}) must be a multiple of model.{part} "
+                f"({getattr(model, part)})"
+            )
+    if model.head_dim % 2:
+        raise ConfigError(f"model.head_dim must be even, for pairs to turn: {model.head_dim}")
+
+
 # ---------------------------------------------------------------- config.json
 
+MAX_NUMBER = 1e30
 KEYS = {  # sizes as config.json names them
     "vocab_size": "vocab_size",
     "n_layer": "num_hidden_layers",
@@ -106,30 +136,48 @@ def read_sizes(config: Mapping[str, Any], activation: str, tied: bool) -> dict[s
             raise CheckpointError(f"config.json: {key} is not supported")
     named = config.get("hidden_activation") or config.get("hidden_act") or activation
     if named != activation:
-        raise CheckpointError(f"config.json: expected the activation {activation}, got {named}")
+        raise CheckpointError(
+            f"config.json: expected the activation {activation}, got {one_line(str(named), 60)}"
+        )
     optional = {"num_key_value_heads": 0, "head_dim": 0, "tie_word_embeddings": tied}
     found = {name: config.get(key, optional.get(key)) for name, key in KEYS.items()}
     for name, value in found.items():
         if value is None and KEYS[name] not in optional:
             raise CheckpointError(f"config.json has no {KEYS[name]!r}; such a model needs it")
     found |= {name: found[name] or 0 for name in ("n_kv_head", "head_dim")}
+    found["norm_eps"] = number(config, KEYS["norm_eps"])
+    found["tie_embeddings"] = bool(found["tie_embeddings"])
     return found | _read_rope(config)
+
+
+def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number above 0 of config.json, `default` where it has none; else CheckpointError."""
+    value: Any = default if config.get(key) is None else config[key]
+    if not (type(value) in (int, float) and 0 < value < MAX_NUMBER):
+        raise CheckpointError(
+            f"config.json: {key} is {one_line(repr(value), 60)}; expected a number above 0"
+        )
+    return float(value)
 
 
 def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """transformers 5 writes one object, `rope_parameters`, in place of two keys."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(given.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if not isinstance(given, Mapping):
+        raise CheckpointError(
+            f"config.json: rope scaling is {one_line(repr(given), 60)}; expected an object or null"
+        )
+    theta = number(given, "rope_theta", number(config, "rope_theta", 10000.0))
     kind, scaling = given.get("rope_type", given.get("type", "default")), None
     if kind != "default":
         if kind not in KINDS:
-            known = ", ".join(KINDS)
             raise CheckpointError(
-                f"config.json: rope scaling {kind!r} is not supported; {known} are"
+                f"config.json: rope scaling {one_line(repr(kind), 60)} is not supported; "
+                f"{', '.join(KINDS)} are"
             )
         names = LLAMA3 if kind == "llama3" else LINEAR
-        missing = [name for name in names if name not in given]
-        if missing:
-            raise CheckpointError(f"config.json: rope scaling {kind!r} has no {missing[0]!r}")
-        scaling = RopeScaling(**{name: given[name] for name in names}, kind=kind)
+        values: dict[str, Any] = {name: number(given, name) for name in names}
+        if kind == "llama3":
+            values[LLAMA3[-1]] = int(values[LLAMA3[-1]])
+        scaling = RopeScaling(**values, kind=kind)
     return {"rope_theta": theta, "rope_scaling": scaling}

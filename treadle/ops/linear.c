@@ -12,21 +12,9 @@
 
 #include "activation.h"
 #include "call.h"
-#include "panel.h"
+#include "gemv.h"
 
 enum { ACCUMULATE = 1, OUTPUT_F32 = 2, GATED = 4 };
-
-/* K is dealt in pairs, whatever a unit is. */
-INLINE int64_t k_start(int64_t K, int64_t parts, int64_t i) {
-    return min_i64(K, 2 * part_start(ceil_div(K, 2), parts, i));
-}
-
-/* Units of K whose products are added one after another: the rounding errors of a chain grow with its
-   length, as all but the first additions are to a sum that is large already. */
-#define CHAIN 384
-
-/* The length of the chains, one size but for the last, that a block of `depth` units is cut into. */
-INLINE int64_t chain_length(int64_t depth) { return ceil_div(depth, 1 + (depth - 1) / CHAIN); }
 
 /* ---- packing the shared operand ------------------------------------------------------------------------ */
 
@@ -104,115 +92,7 @@ static void finish(const epilogue *e, const float *sum, int64_t row, int64_t i, 
     }
 }
 
-/* ---- few rows ------------------------------------------------------------------------------------------
-
-   With a few rows, as when a model writes token by token, the product is as fast as B can be read, once,
-   and packing it would cost more than multiplying. The order of summation is that of the register tile: a
-   row has the same bits alone and among others. */
-
-#define FEW_ROWS 8
-#define FEW_UNITS 4     /* of K that are read side by side */
-#define FEW_COLUMNS 512 /* whose sums stay in the first-level cache */
-#define AHEAD 16        /* units of K */
-
-typedef struct {
-    operand a, b;
-    int64_t rows, K, k_blocks;
-} few_product;
-
-/* sum[i][j] += a[u][i] b[u][j] for n units u, the first of which begins with element k. */
-INLINE void few_by_columns(const few_product *p, const int m, const int n, int64_t k, const float *a,
-                           float *sum, int64_t j0, int64_t cols) {
-    for (int64_t j = 0; j < cols; j += NR) {
-        vf b[FEW_UNITS][2];
-        UNROLL for (int u = 0; u < n; u++) {
-            const int64_t at = k + u * UNIT, next = at + 1 < p->K ? p->b.k : 0;
-            const T *from = p->b.at + at * p->b.k + j0 + j;
-            UNROLL for (int l = 0; l < 2; l++) {
-                const T *ahead = from + AHEAD * UNIT * p->b.k;
-                __builtin_prefetch(UNIT == 2 ? ahead + l * p->b.k : ahead + l * VL);
-            }
-            if (j + NR <= cols && (UNIT == 1 || next)) {
-                join_units_2(b[u], from, next);
-            } else {
-                b[u][0] = join_units(from, next, min_i64(VL, cols - j));
-                b[u][1] = j + VL < cols ? join_units(from + VL, next, min_i64(VL, cols - j - VL)) : vzero();
-            }
-        }
-        UNROLL for (int i = 0; i < m; i++) {
-            float *to = sum + i * FEW_COLUMNS + j;
-            vf s[2] = {vload_f32(to), vload_f32(to + VL)};
-            UNROLL for (int u = 0; u < n; u++) {
-                vf x = vset(a[u * m + i]);
-                UNROLL for (int v = 0; v < 2; v++) s[v] = vdot(x, b[u][v], s[v]);
-            }
-            vstore_f32(to, s[0]);
-            vstore_f32(to + VL, s[1]);
-        }
-    }
-}
-
-/* sum[i][j] = A B for VL columns from j on, of B whose columns run along K; n elements from k on. */
-INLINE void few_by_rows(const few_product *p, const int m, int64_t k, int64_t n, const float *a,
-                        float *sum, int64_t j, int64_t cols) {
-    vf s[FEW_ROWS] = {0};
-    const operand b = at_k(at_line(p->b, j), k);
-    for (int64_t from = 0; from < n; from += UNIT * VL, a += VL * m) {
-        vf x[VL];
-        load_lines(x, at_k(b, from), VL, cols, min_i64(UNIT * VL, n - from), VL * b.line);
-        transpose(x);
-        const int64_t nu = units(min_i64(UNIT * VL, n - from));
-        UNROLL for (int u = 0; u < VL; u++) {
-            if (u == nu) break;
-            UNROLL for (int i = 0; i < m; i++) s[i] = vdot(vset(a[u * m + i]), x[u], s[i]);
-        }
-    }
-    UNROLL for (int i = 0; i < m; i++) vstore_f32(sum + i * FEW_COLUMNS, s[i]);
-}
-
-/* Adds A B over n elements of K from k on, a chain, to total[i][j]; the first one sets it. */
-INLINE void few_chain(const few_product *p, const int m, float *total, int64_t j0, int64_t cols, int64_t k,
-                      int64_t n, float *scratch) {
-    float *sum = scratch, *packed = sum + FEW_ROWS * FEW_COLUMNS;
-    const operand at = at_k(p->a, k);
-    const float *a = packed;
-    if (m == 1 && in_place(p->a, p->K)) {
-        a = (const float *)at.at;
-    } else {
-        pack_panel(packed, m, at, p->rows, n);
-    }
-    if (p->b.k == 1) {
-        for (int64_t j = 0; j < cols; j += VL) {
-            few_by_rows(p, m, k, n, a, sum + j, j0 + j, min_i64(VL, cols - j));
-        }
-    } else {
-        memset(sum, 0, sizeof(float) * m * FEW_COLUMNS);
-        int64_t u = 0;
-        for (; u + FEW_UNITS <= units(n); u += FEW_UNITS) {
-            few_by_columns(p, m, FEW_UNITS, k + u * UNIT, a + u * m, sum, j0, cols);
-        }
-        for (; u < units(n); u++) few_by_columns(p, m, 1, k + u * UNIT, a + u * m, sum, j0, cols);
-    }
-    for (int i = 0; i < m; i++) {
-        for (int64_t at = i * FEW_COLUMNS, j = 0; j < cols; j += VL) {
-            vf s = vload_f32(sum + at + j);
-            vstore_f32(total + at + j, k ? vload_f32(total + at + j) + s : s);
-        }
-    }
-}
-
-/* total[i][j] of up to FEW_COLUMNS columns from j0 on; m >= rows, and what is beyond them is not read. */
-INLINE void few_columns(const few_product *p, const int m, float *total, int64_t j0, int64_t cols,
-                        float *scratch) {
-    for (int64_t kb = 0; kb < p->k_blocks; kb++) {
-        int64_t k = k_start(p->K, p->k_blocks, kb);
-        const int64_t end = k_start(p->K, p->k_blocks, kb + 1), step = UNIT * chain_length(units(end - k));
-        do {
-            few_chain(p, m, total, j0, cols, k, min_i64(step, end - k), scratch);
-            k += step;
-        } while (k < end);
-    }
-}
+/* ---- few rows ------------------------------------------------------------------------------------------ */
 
 static void few_rows(const few_product *p, const epilogue *e, int64_t j0, int64_t cols, float *scratch) {
     float *total = scratch;

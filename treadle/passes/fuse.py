@@ -150,6 +150,7 @@ def _gate(sweep: _Sweep, node: Node) -> None:
         product.op.activation is None
         and _plain(product)
         and gate is not pre
+        and pre.dtype == product.inputs[0].dtype  # type: ignore[union-attr]
         and sweep.current(product, at)
         and min(sweep.readers(pre)) >= at
     ):
