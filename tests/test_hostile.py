@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from test_interop import (
     FIXTURES,
@@ -29,13 +27,10 @@ from test_interop import (
 )
 from treadle.data.tokenizer import Tokenizer
 from treadle.errors import CorruptError, NonFiniteError, TokenizerError, TreadleError
-from treadle.interop.hf import read_hf
 from treadle.interop.torch_file import TorchFile
 from treadle.safetensors_io import SafetensorsFile
 
 MEMORY = 32 << 20  # bytes; the model itself takes 20 KB
-
-MUCH = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True)
@@ -334,7 +329,7 @@ def test_archives(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("a", "b")
     assert "not PyTorch's" in line()
-    archive(path, good, zipfile.ZIP_DEFLATED, **{"data/0": bytes(1 << 26)})
+    archive(path, good, zipfile.ZIP_DEFLATED, **{"data/0": bytes(1 << 24)})
     assert "compressed" in line()
     archive(path, good, byteorder=b"big")
     assert "little-endian" in line()
@@ -355,60 +350,3 @@ def test_a_tokenizer_with_an_id_beyond_reason() -> None:
     text["model"]["vocab"]["b"] = 2**32 - 1
     with pytest.raises(TokenizerError, match="4,294,967,295"):
         Tokenizer.load(json.dumps(text).encode())
-
-
-# ---------------------------------------------------------------- whatever else
-
-CONFIG_KEYS = sorted({key for values in CONFIGS.values() for key in values} | {"treadle"})
-
-FILES = ["config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json"]
-
-
-@pytest.mark.parametrize("name", FILES)
-@MUCH
-@given(data=st.data())
-def test_damage_of_any_kind(tmp_path_factory: pytest.TempPathFactory, name: str,
-                            data: st.DataObject) -> None:  # fmt: skip
-    """Bytes changed, cut out or put in anywhere: the model is read, or refused in one line."""
-    folder = tmp_path_factory.mktemp("damaged")
-    source = FIXTURES / ("pytorch" if name == "pytorch_model.bin" else "gpt2")
-    for file in source.iterdir():
-        if file.name in FILES:
-            (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "tokenizer.json").write_text(Tokenizer.char("abc").to_json())
-    content = bytearray((folder / name).read_bytes())
-    # The beginnings and the ends are where files say what they are.
-    near = st.one_of(
-        st.integers(0, min(300, len(content) - 1)),
-        st.integers(max(0, len(content) - 300), len(content) - 1),
-        st.integers(0, len(content) - 1),
-    )
-    for _ in range(data.draw(st.integers(1, 3))):
-        at, size = data.draw(near), data.draw(st.sampled_from([0, 1, 1, 4, 50]))
-        content[at : at + size] = data.draw(st.binary(max_size=8))
-    (folder / name).write_bytes(content)
-    try:
-        read_hf(folder)
-    except TreadleError as error:
-        assert "\n" not in str(error)
-
-
-@MUCH
-@given(
-    values=st.dictionaries(
-        st.sampled_from(CONFIG_KEYS),
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-        | st.lists(st.integers(), max_size=2) | st.dictionaries(st.text(max_size=3), st.none()),
-        min_size=1,
-        max_size=3,
-    )
-)  # fmt: skip
-def test_configs_of_any_kind(
-    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
-) -> None:
-    folder = copied("gpt2", tmp_path_factory.mktemp("config"))
-    change_config(folder, **values)
-    try:
-        read_hf(folder)
-    except TreadleError as error:
-        assert "\n" not in str(error)

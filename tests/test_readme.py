@@ -70,6 +70,8 @@ QUICKER = {
     "treadle train configs/finetune-gpt2.json": "--steps 2",
     "treadle export runs/story --to hf --out models/story": "",
     "treadle info models/story": "",
+    "treadle export runs/finetune-gpt2 --to llmc --out story.bin": "",
+    "treadle info story.bin": "",
     "treadle eval runs/story --data story.txt": "",
     "treadle report runs/story": "",
     "treadle plot runs/story -o loss.png": "",

@@ -24,7 +24,10 @@ IDS = {"bos_token_id": 0, "eos_token_id": 0}
 
 @dataclass(frozen=True)
 class Small:
-    """A configuration, and how its model is saved. dtype: of the saved weights."""
+    """A configuration, and how its model is saved. dtype: of the saved weights.
+
+    A token for padding would have no gradient in PyTorch's embedding, so there is none.
+    """
 
     config: PreTrainedConfig
     dtype: str = "float32"
@@ -37,7 +40,10 @@ class Small:
 
         torch.manual_seed(seed)
         model = peer.randomised(self.fresh(), std=0.05, seed=seed)
-        return model.to(getattr(torch, self.dtype)).float()
+        with torch.no_grad():  # of the parameters alone, since the buffers are never stored
+            for p in model.parameters():
+                p.copy_(p.to(getattr(torch, self.dtype)))
+        return model
 
     def fresh(self) -> PreTrainedModel:
         """The model with its usual weights. Scores are computed plainly, since PyTorch's fused
@@ -59,7 +65,7 @@ def _llama(**changes: Any) -> LlamaConfig:
 def _gemma(kind: type[GemmaConfig | Gemma2Config], **changes: Any) -> PreTrainedConfig:
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 24}
-    return kind(vocab_size=VOCAB, **(sizes | heads | IDS | {"pad_token_id": 0} | changes))
+    return kind(vocab_size=VOCAB, **(sizes | heads | IDS | {"pad_token_id": None} | changes))
 
 
 def _rope(kind: str, **values: float) -> dict[str, Any]:

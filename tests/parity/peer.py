@@ -60,7 +60,7 @@ def numbers(
         loss = cross_entropy(found.flatten(0, 1), y.flatten())
         optimizer.zero_grad()
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if step == 0:
             logits = found.detach().numpy()
             grads = {name: p.grad.float().numpy().copy() for name, p in named.items()}

@@ -66,10 +66,13 @@ def from_hf_config(config: Mapping[str, Any]) -> Model:
                 f"config.json: {key} is {one_line(repr(value), 60)}; expected a whole number from "
                 f"1 to {MAX_COUNT - 1}"
             )
+    present = {key: value for key, value in config.items() if value is not None}
     try:
-        return architecture(known[kind]).from_hf_config(config)  # type: ignore[attr-defined]
+        return architecture(known[kind]).from_hf_config(present)  # type: ignore[attr-defined]
     except ConfigError as error:  # the sizes do not fit each other
         raise CheckpointError(f"config.json: {error}") from None
+    except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
+        raise CheckpointError(f"config.json: a value of another kind ({one_line(error)})") from None
 
 
 def check_layers(model: Model, tensors: int) -> None:
