@@ -46,6 +46,7 @@ from treadle.errors import CheckpointError, NonFiniteError
 from treadle.models.gpt2 import GPT2
 from treadle.train import checkpoint as checkpoint_module
 from treadle.train import saver as saver_module
+from treadle.train import source as source_module
 from treadle.train.checkpoint import load_checkpoint, save_checkpoint
 from treadle.train.program import OptimizerSettings
 from treadle.train.registry import Registry
@@ -325,17 +326,17 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.entered, self.inside, self.most = threading.Event(), [], 0, 0
-        save = checkpoint_module.save_checkpoint
+        save = source_module.save_model
 
-        def gated(path: Path, **arguments: Any) -> str:
+        def gated(path: Path, *arguments: Any) -> None:
             self.inside += 1
             self.most = max(self.most, self.inside)
             self.entered.append(path)
             assert self.opened.wait(TIMEOUT)
             self.inside -= 1
-            return save(path, **arguments)
+            save(path, *arguments)
 
-        monkeypatch.setattr(saver_module, "save_checkpoint", gated)
+        monkeypatch.setattr(saver_module, "save_model", gated)
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(
