@@ -16,12 +16,13 @@ import transformers
 
 
 def main() -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is not an answer
     torch.set_num_threads(int(sys.argv[2]))
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
     model.eval()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    print(json.dumps(versions), flush=True)
+    print(json.dumps(versions), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         prompt = torch.tensor([request["prompt"]])
@@ -38,7 +39,7 @@ def main() -> None:
             )
             seconds = time.perf_counter() - start
         new = ids[0, prompt.shape[1] :].tolist()
-        print(json.dumps({"seconds": seconds, "ids": new}), flush=True)
+        print(json.dumps({"seconds": seconds, "ids": new}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

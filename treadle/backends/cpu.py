@@ -120,7 +120,8 @@ def instruction_sets() -> list[str]:
         )
     supported = ctypes.CDLL(str(base)).treadle_supports
     supported.argtypes = [ctypes.c_char_p]
-    return [name for name in ISAS if _library_file(name) and supported(name.encode())]
+    ranks = {name: supported(name.encode()) for name in ISAS if _library_file(name)}
+    return sorted((name for name in ranks if ranks[name]), key=lambda name: ranks[name])
 
 
 @cache
