@@ -91,7 +91,9 @@ class Gemma(Llama):
         second = {}
         if self.version == 2:
             second = {key: getattr(self, name) for name, key in SECOND.items()}
-            second["query_pre_attn_scalar"] = self.query_pre_attn_scalar or self.head_dim
+            scalar = self.query_pre_attn_scalar or self.head_dim
+            # An integer where it is one: transformers refuses 6.0 there.
+            second["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
             # Without a window all layers see everything; the reader wants a number all the same.
             kinds = LAYERS if self.sliding_window else LAYERS[1:] * 2
             second["sliding_window"] = self.sliding_window or self.block_size
