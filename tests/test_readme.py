@@ -53,6 +53,9 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 NOT_RUN = (
     *("make demo", "make test", "pip install .", "treadle demo"),
     *("python -m venv .venv", ". .venv/bin/activate"),
+    # A whole book, for minutes.
+    "treadle train configs/gpt-5m.json --data quijote.txt --set data.val_fraction=0.1",
+    "treadle plot runs/gpt-5m -o quijote.png",
 )
 # What a command line gets on top, so that it is quick; the last of two equal flags counts.
 QUICKER = {
