@@ -274,4 +274,3 @@ def _rows(header: Header) -> Iterator[tuple[str, str]]:
     if (model := header.values.get("tokenizer.ggml.model")) is not None:
         tokens = header.values.get("tokenizer.ggml.tokens", 0)
         yield "tokenizer", f"{model}, {tokens:,} tokens"
-    yield "intact", "yes, as far as its header tells"
