@@ -104,6 +104,8 @@ class Transformers:
     def _receive(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
+        while line and not line.startswith("{"):  # what libraries print when they are imported
+            line = self.process.stdout.readline()
         if not line:
             raise SystemExit(
                 f"{PEER} does not take part; --torch names a Python that has torch and transformers"
