@@ -5,7 +5,7 @@ from __future__ import annotations
 from treadle.backends.base import Backend
 from treadle.errors import BackendError
 
-NAMES = ("auto", "cpu", "numpy")
+NAMES = ("auto", "cpu", "numpy", "opencl[:N|:NAME]")
 
 
 def select(device: str = "auto", threads: int | None = None) -> tuple[Backend, str]:
@@ -19,6 +19,10 @@ def select(device: str = "auto", threads: int | None = None) -> tuple[Backend, s
         from treadle.backends.numpy import NumpyBackend
 
         return NumpyBackend(), "asked for"
+    if kind == "opencl":
+        from treadle.backends.opencl import OpenClBackend
+
+        return OpenClBackend(device), "asked for"
     if kind in ("cpu", "auto"):
         from treadle.backends import cpu
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treadle.errors import BackendError
-from treadle.graph.op import Node
+from treadle.graph.op import Node, Target
 from treadle.graph.plan import Plan
 from treadle.graph.program import Memory, Program, memory
 from treadle.graph.value import Buffer
@@ -76,7 +76,7 @@ class Backend(ABC):
     they run by reference."""
 
     name: str
-    target: str | None = None
+    target: Target | None = None
 
     @abstractmethod
     def load(self, program: Program, graphs: Iterable[str] | None = None) -> Executable:

@@ -39,15 +39,53 @@ class Slice:
 Arg = Value | Temp | Slice | None
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A target whose kernels are OpenCL C, and the sizes that they are cut for.
+
+    group:      work-items of a work-group at most.
+    local:      bytes of local memory of a work-group.
+    vector:     floats of the register that one work-item computes in: 1 on a GPU, whose
+                work-items are lanes; 4 or more on a processor.
+    allocation: bytes of one piece of memory at most, None without a limit.
+    """
+
+    group: int = 64
+    local: int = 32768
+    vector: int = 1
+    allocation: int | None = None
+
+    def items(self, wanted: int) -> int:
+        """A power of two, at most `wanted` and at most a work-group."""
+        return 1 << (min(wanted, self.group).bit_length() - 1)
+
+
+Target = str | Gpu  # "cpu": the C kernels
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a GPU runs a kernel of ops/<source>.cl: compiled with `defines`, in `groups` work-groups
+    (x, y, z) of `items` work-items. The kernel sees `items` as GROUP."""
+
+    source: str
+    groups: tuple[int, ...]
+    items: int
+    defines: tuple[tuple[str, str | int], ...] = ()
+
+
 @dataclass(eq=False)
 class Launch:
     """One kernel call: what a backend executes, as data.
 
-    kernel: exported symbol, dtype suffix included.
+    kernel: exported symbol, dtype suffix included; for a GPU the name in its source.
     args:   tensors in the kernel's order; the first `writes` of them are written (and may be
             read), the others only read. None where an optional tensor is absent.
     dims:   run-time sizes and integer attributes.  nums: real attributes.
     tasks:  independent pieces of work, fixed by shape.  scratch: bytes a thread needs.
+    grids:  for a GPU, ways to run it that give the same bits; the fastest is found by measurement.
+    merges: for a GPU, dims[0] counts elements that do not depend on each other, so that calls
+            whose tensors follow each other in memory may become one.
     """
 
     kernel: str
@@ -57,6 +95,8 @@ class Launch:
     nums: Sequence[float] = ()
     tasks: int = 1
     scratch: int = 0
+    grids: Sequence[Grid] = ()
+    merges: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,9 +149,9 @@ class Op:
         """By default one operation an output element, and every tensor touched once."""
         return Cost(sum(v.size for v in node.outputs), touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
-        """The launches that compute the node on `backend`."""
-        raise NotImplementedError(f"[{self.name}] has no kernels for {backend}")
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
+        """The launches that compute the node on `target`."""
+        raise NotImplementedError(f"[{self.name}] has no kernels for {target}")
 
     def attributes(self) -> dict[str, Any]:
         """The op's fields by name."""
@@ -135,6 +175,36 @@ BLOCK = 16384
 def blocks(n: int, block: int = BLOCK) -> int:
     """Number of fixed blocks that cover n elements (at least one)."""
     return max(1, -(-n // block))
+
+
+# Work-items of an elementwise kernel's work-group, and the elements that each handles.
+ITEMS = 256
+EACH = 4
+
+
+def pointwise(
+    target: Target,
+    source: str,
+    kernel: str,
+    dtypes: Sequence[str],
+    args: Sequence[Arg],
+    writes: int,
+    dims: Sequence[int],
+    nums: Sequence[float] = (),
+) -> list[Launch]:
+    """The launch of a kernel that computes dims[0] elements, each from its own place in the
+    tensors.
+
+    dtypes: of the kernel, T and then U of its source for a GPU.
+    """
+    n = dims[0]
+    if isinstance(target, Gpu):
+        defines = tuple(zip("TU", (SUFFIX[d] for d in dtypes), strict=False))
+        items = target.items(ITEMS)
+        grid = Grid(source, (blocks(n, items * EACH),), items, defines)
+        return [Launch(kernel, args, writes, dims, nums, grids=[grid])]
+    name = "_".join([kernel, *(SUFFIX[d] for d in dtypes)])
+    return [Launch(name, args, writes, dims, nums, tasks=blocks(n))]
 
 
 # ---------------------------------------------------------------- graph
@@ -313,6 +383,9 @@ def expect_same(op: str, *specs: Spec | None) -> None:
 
 # ---------------------------------------------------------------- primitives of autograd
 
+# Terms that one launch on a GPU adds up.
+SUM_TERMS = 8
+
 
 @dataclass(frozen=True)
 class Fill(Op):
@@ -332,11 +405,9 @@ class Fill(Op):
     def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
         return ()
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         y = node.outputs[0]
-        return [
-            Launch(suffixed("fill", y.dtype), [y], 1, [y.size], [self.value], tasks=blocks(y.size))
-        ]
+        return pointwise(target, "elementwise", "fill", [y.dtype], [y], 1, [y.size], [self.value])
 
 
 @dataclass(frozen=True)
@@ -356,11 +427,10 @@ class Cast(Op):
     def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
         return (cast(dys[0], node.inputs[0].dtype),)
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
-        kernel = f"cast_{SUFFIX[x.dtype]}_{SUFFIX[y.dtype]}"
-        return [Launch(kernel, [y, x], 1, [x.size], tasks=blocks(x.size))]
+        return pointwise(target, "elementwise", "cast", [x.dtype, y.dtype], [y, x], 1, [x.size])
 
 
 @dataclass(frozen=True)
@@ -385,11 +455,17 @@ class Sum(Op):
     def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
         return [dys[0]] * len(node.inputs)
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
-        y, xs = node.outputs[0], node.inputs
-        return [
-            Launch(suffixed("sum", y.dtype), [y, *xs], 1, [y.size, len(xs)], tasks=blocks(y.size))
-        ]
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
+        y, xs = node.outputs[0], list(node.inputs)
+        if not isinstance(target, Gpu):
+            dims = [y.size, len(xs)]
+            return pointwise(target, "elementwise", "sum", [y.dtype], [y, *xs], 1, dims)
+        launches = []
+        while xs:
+            terms = [*xs[:SUM_TERMS], *[None] * (SUM_TERMS - len(xs))]
+            launches += pointwise(target, "elementwise", "sum", [y.dtype], [y, *terms], 1, [y.size])
+            xs = [y, *xs[SUM_TERMS:]] if len(xs) > SUM_TERMS else []
+        return launches
 
 
 def zeros(graph: Graph, shape: Shape, dtype: str = "float32") -> Value:

@@ -10,15 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from treadle.errors import BackendError
 from treadle.graph.check import check
-from treadle.graph.op import Arg, Cost, Graph, Launch, Node, Slice, Temp
+from treadle.graph.op import Arg, Cost, Gpu, Graph, Launch, Node, Slice, Target, Temp
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
+GPU_ALIGN = 512  # what any device wants of the beginning of a piece of memory
 
 
-def align(n: int) -> int:
-    """n rounded up to a multiple of ALIGN."""
-    return -(-n // ALIGN) * ALIGN
+def align(n: int, unit: int = ALIGN) -> int:
+    """n rounded up to a multiple of `unit`."""
+    return -(-n // unit) * unit
+
+
+def unit_of(target: Target | None) -> int:
+    """What places in memory are a multiple of, in bytes."""
+    return GPU_ALIGN if isinstance(target, Gpu) else ALIGN
 
 
 @dataclass(frozen=True)
@@ -82,12 +89,13 @@ def _show(place: Place | None) -> str:
     return at if place.buffer is None else f"@{place.buffer}{at if place.offset else ''}"
 
 
-def plan(graph: Graph, backend: str | None) -> Plan:
-    """Check the graph, lower its nodes for `backend` and lay out memory.
+def plan(graph: Graph, target: Target | None) -> Plan:
+    """Check the graph, lower its nodes for `target` and lay out memory.
 
-    With backend None nothing is lowered: the plan then holds costs and the arena only, which is
+    With target None nothing is lowered: the plan then holds costs and the arena only, which is
     what the reference backend and the estimates need.
     """
+    unit = unit_of(target)
     graph.prune()
     check(graph)
     launches: list[Launch] = []
@@ -103,13 +111,13 @@ def plan(graph: Graph, backend: str | None) -> Plan:
             if v.buffer is not None or node.out(j) is None:
                 continue
             end = last_use.get(id(v), i)
-            donor = _donor(node, j, i, last_use, blocks)
+            donor = _donor(node, j, i, last_use, blocks, unit)
             if donor is not None:
                 donor.end = max(donor.end, end)
                 blocks[id(v)] = donor
             else:
-                blocks[id(v)] = _Block(i, end, align(v.nbytes))
-        lowered = node.op.lower(backend, node) if backend is not None else ()
+                blocks[id(v)] = _Block(i, end, align(v.nbytes, unit))
+        lowered = node.op.lower(target, node) if target is not None else ()
         for launch in lowered:
             launches.append(launch)
             owners.append(node)
@@ -117,9 +125,10 @@ def plan(graph: Graph, backend: str | None) -> Plan:
                 memory = arg.base if isinstance(arg, Slice) else arg
                 if isinstance(memory, Temp) and id(memory) not in temps:
                     temps[id(memory)] = memory
-                    blocks[id(memory)] = _Block(i, i, align(memory.nbytes))
+                    blocks[id(memory)] = _Block(i, i, align(memory.nbytes, unit))
 
-    arena = _pack(list({id(b): b for b in blocks.values()}.values()))
+    allocation = target.allocation if isinstance(target, Gpu) else None
+    arena = _pack(list({id(b): b for b in blocks.values()}.values()), allocation)
     places = {key: Place(None, b.offset, b.nbytes) for key, b in blocks.items()}
     values = [*graph.reads.values(), *(v for n in graph.nodes for v in n.outputs)]
     for v in values:
@@ -133,7 +142,7 @@ def plan(graph: Graph, backend: str | None) -> Plan:
 
 
 def _donor(
-    node: Node, j: int, i: int, last_use: dict[int, int], blocks: dict[int, _Block]
+    node: Node, j: int, i: int, last_use: dict[int, int], blocks: dict[int, _Block], unit: int
 ) -> _Block | None:
     """The block of an input that output j may take over, if its content dies here."""
     for k in node.op.inplace.get(j, ()):
@@ -143,19 +152,27 @@ def _donor(
         block = blocks[id(v)]
         taken = any(block is blocks.get(id(o)) for o in node.outputs[:j])
         shared = sum(1 for w in node.inputs if w is not None and blocks.get(id(w)) is block) > 1
-        if not taken and not shared and block.nbytes == align(node.outputs[j].nbytes):
+        if not taken and not shared and block.nbytes == align(node.outputs[j].nbytes, unit):
             return block
     return None
 
 
-def _pack(blocks: Sequence[_Block]) -> int:
-    """Give every block an offset; blocks alive together never overlap. Returns the arena's size.
+def _pack(blocks: Sequence[_Block], piece: int | None) -> int:
+    """Give every block an offset; blocks alive together never overlap, and none lies across a
+    multiple of `piece`, where memory comes in pieces. Returns the arena's size.
 
     Greedy by size (Pisarchyk & Lee 2020, "Efficient Memory Management for Deep Neural Net
     Inference"): the largest first, each at the lowest gap that is free over its whole life.
     """
     placed: list[_Block] = []
     total = 0
+    most = max((b.nbytes for b in blocks), default=0)
+    if piece is not None and most > piece:
+        raise BackendError(
+            f"one tensor needs {most / 2**20:,.0f} MiB, and the device gives at most "
+            f"{piece / 2**20:,.0f} in one piece; lower train.batch_size, raise train.grad_accum, "
+            "or use --device cpu"
+        )
     for block in sorted(blocks, key=lambda b: (-b.nbytes, b.start, b.end)):
         offset = 0
         for other in placed:  # kept sorted by offset
@@ -163,7 +180,7 @@ def _pack(blocks: Sequence[_Block]) -> int:
                 continue
             if offset + block.nbytes <= other.offset:
                 break
-            offset = max(offset, other.offset + other.nbytes)
+            offset = _whole(max(offset, other.offset + other.nbytes), block.nbytes, piece)
         block.offset = offset
         total = max(total, offset + block.nbytes)
         at = len(placed)
@@ -171,6 +188,13 @@ def _pack(blocks: Sequence[_Block]) -> int:
             at -= 1
         placed.insert(at, block)
     return total
+
+
+def _whole(offset: int, nbytes: int, piece: int | None) -> int:
+    """The offset from which on so many bytes lie in one piece."""
+    if piece is None or offset // piece == (offset + nbytes - 1) // piece:
+        return offset
+    return align(offset, piece)
 
 
 def _phases(plan: Plan) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from treadle.errors import GraphError
 from treadle.graph.op import Graph
-from treadle.graph.plan import Plan, align
+from treadle.graph.plan import ALIGN, Plan, align
 from treadle.graph.value import ROLES, Buffer, Shape
 
 
@@ -40,9 +40,10 @@ class Program:
         self.graphs[name] = Graph(name)
         return self.graphs[name]
 
-    def persistent_bytes(self, role: str | None = None) -> int:
-        """Bytes of all buffers, or of those with one role."""
-        return sum(align(b.nbytes) for b in self.buffers.values() if role is None or b.role == role)
+    def persistent_bytes(self, role: str | None = None, unit: int = ALIGN) -> int:
+        """Bytes of all buffers, or of those with one role, each a multiple of `unit`."""
+        chosen = (b for b in self.buffers.values() if role is None or b.role == role)
+        return sum(align(b.nbytes, unit) for b in chosen)
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.buffers.values()), *map(str, self.graphs.values())])
@@ -61,10 +62,10 @@ class Memory:
         return self.persistent + self.arena + self.scratch
 
 
-def memory(program: Program, plans: dict[str, Plan], threads: int) -> Memory:
-    """persistent + the largest arena + scratch of all threads."""
+def memory(program: Program, plans: dict[str, Plan], threads: int, unit: int = ALIGN) -> Memory:
+    """persistent + the largest arena + scratch of all threads. unit: see persistent_bytes."""
     return Memory(
-        program.persistent_bytes(),
+        program.persistent_bytes(unit=unit),
         max((p.arena_bytes for p in plans.values()), default=0),
         max((p.scratch_bytes for p in plans.values()), default=0) * threads,
     )

@@ -21,6 +21,7 @@ from treadle.graph.op import (
     Launch,
     Node,
     Op,
+    Target,
     Temp,
     blocks,
     expect,
@@ -198,7 +199,7 @@ class Attention(_Heads):
     def cost(self, node: Node) -> Cost:
         return Cost(_flops(self, node.inputs[0], 2), touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         qkv, random = node.inputs[0], _random(node)
         assert qkv is not None
         splits = self._splits(qkv, FORWARD_TASKS)
@@ -266,7 +267,7 @@ class AttentionGrad(_Heads):
     def cost(self, node: Node) -> Cost:
         return Cost(_flops(self, node.inputs[1], 5), touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         dy, qkv, y, lse = node.inputs[:4]
         assert qkv is not None
         dqkv, random = node.outputs[0], _random(node)

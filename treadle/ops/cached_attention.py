@@ -21,6 +21,7 @@ from treadle.graph.op import (
     Launch,
     Node,
     Op,
+    Target,
     Temp,
     blocks,
     expect,
@@ -148,7 +149,7 @@ class CachedAttention(Op):
         moved = 2 * qkv.nbytes + node.outputs[0].nbytes + keys.nbytes + values.nbytes
         return Cost(4 * d * pairs, moved)
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         qkv, keys, _, start = node.inputs
         y, new_keys, new_values = node.outputs
         assert qkv is not None and keys is not None

@@ -22,6 +22,7 @@ from treadle.graph.op import (
     Node,
     Op,
     Slice,
+    Target,
     Temp,
     blocks,
     expect,
@@ -90,7 +91,7 @@ class LinearCrossEntropyLoss(Op):
     def cost(self, node: Node) -> Cost:
         return _cost(node, products=1)
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         return _lower(node, self.ignore_index, self.chunk, self.softcap)
 
 
@@ -150,7 +151,7 @@ class LinearCrossEntropy(Op):
     def cost(self, node: Node) -> Cost:
         return _cost(node, products=3)
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         return _lower(node, self.ignore_index, self.chunk, self.softcap)
 
 

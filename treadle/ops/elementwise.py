@@ -10,19 +10,24 @@ from typing import ClassVar
 import numpy as np
 
 from treadle.graph.op import (
+    Arg,
     Cost,
+    Gpu,
+    Grid,
     Launch,
     Node,
     Op,
+    Target,
     Temp,
     blocks,
     expect,
     expect_float,
     expect_same,
+    pointwise,
     suffixed,
     touched,
 )
-from treadle.graph.value import Shape, Spec, Value
+from treadle.graph.value import SUFFIX, Shape, Spec, Value
 
 # ---------------------------------------------------------------- add, mul
 
@@ -59,8 +64,8 @@ class Add(Op):
         (dy,) = dys
         return dy, sum_leading(dy, node.inputs[1].shape) if needs[1] else None
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
-        return _binary("add", node)
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
+        return _binary(target, "add", node)
 
 
 @dataclass(frozen=True)
@@ -82,14 +87,26 @@ class Mul(Op):
         da = mul(dy, b) if needs[0] else None
         return da, sum_leading(mul(dy, a), b.shape) if needs[1] else None
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
-        return _binary("mul", node)
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
+        return _binary(target, "mul", node)
 
 
-def _binary(kernel: str, node: Node) -> Sequence[Launch]:
+def _binary(target: Target, kernel: str, node: Node) -> Sequence[Launch]:
     (a, b), y = node.inputs, node.outputs[0]
     assert a is not None and b is not None
-    return [Launch(suffixed(kernel, y.dtype), [y, a, b], 1, [y.size, b.size], tasks=blocks(y.size))]
+    return _pointwise(target, kernel, y.dtype, [y, a, b], 1, [y.size, b.size])
+
+
+def _pointwise(
+    target: Target,
+    kernel: str,
+    dtype: str,
+    args: Sequence[Arg],
+    writes: int,
+    dims: Sequence[int],
+    nums: Sequence[float] = (),
+) -> list[Launch]:
+    return pointwise(target, "elementwise", kernel, [dtype], args, writes, dims, nums)
 
 
 # ---------------------------------------------------------------- scale, copy
@@ -113,10 +130,9 @@ class Scale(Op):
     def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
         return (scale(dys[0], self.alpha),)
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, y = node.inputs[0], node.outputs[0]
-        n = y.size
-        return [Launch(suffixed("scale", y.dtype), [y, x], 1, [n], [self.alpha], tasks=blocks(n))]
+        return _pointwise(target, "scale", y.dtype, [y, x], 1, [y.size], [self.alpha])
 
 
 @dataclass(frozen=True)
@@ -146,9 +162,9 @@ class Reshape(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(0, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, y = node.inputs[0], node.outputs[0]
-        return [Launch(suffixed("copy", y.dtype), [y, x], 1, [y.size], tasks=blocks(y.size))]
+        return _pointwise(target, "copy", y.dtype, [y, x], 1, [y.size])
 
 
 # ---------------------------------------------------------------- activations
@@ -223,10 +239,9 @@ class Activation(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(8 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, y = node.inputs[0], node.outputs[0]
-        kernel = suffixed(f"{self.kind}_forward", y.dtype)
-        return [Launch(kernel, [y, x], 1, [y.size], tasks=blocks(y.size))]
+        return _pointwise(target, f"{self.kind}_forward", y.dtype, [y, x], 1, [y.size])
 
 
 @dataclass(frozen=True)
@@ -247,10 +262,9 @@ class ActivationGrad(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(14 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (dy, x), dx = node.inputs, node.outputs[0]
-        kernel = suffixed(f"{self.kind}_backward", dx.dtype)
-        return [Launch(kernel, [dx, dy, x], 1, [dx.size], tasks=blocks(dx.size))]
+        return _pointwise(target, f"{self.kind}_backward", dx.dtype, [dx, dy, x], 1, [dx.size])
 
 
 # ---------------------------------------------------------------- gated activations
@@ -284,10 +298,10 @@ class Gated(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(9 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (gate, x), y = node.inputs, node.outputs[0]
-        kernel = suffixed(f"gated_{self.kind}_forward", y.dtype)
-        return [Launch(kernel, [y, gate, x], 1, [y.size], tasks=blocks(y.size))]
+        kernel = f"gated_{self.kind}_forward"
+        return _pointwise(target, kernel, y.dtype, [y, gate, x], 1, [y.size])
 
 
 @dataclass(frozen=True)
@@ -309,11 +323,10 @@ class GatedGrad(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(17 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         dgate, dx = node.outputs
-        kernel = suffixed(f"gated_{self.kind}_backward", dx.dtype)
-        args = [dgate, dx, *node.inputs]
-        return [Launch(kernel, args, 2, [dx.size], tasks=blocks(dx.size))]
+        kernel, args = f"gated_{self.kind}_backward", [dgate, dx, *node.inputs]
+        return _pointwise(target, kernel, dx.dtype, args, 2, [dx.size])
 
 
 # ---------------------------------------------------------------- soft capping
@@ -345,10 +358,9 @@ class Softcap(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(10 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, y = node.inputs[0], node.outputs[0]
-        kernel = suffixed("softcap_forward", y.dtype)
-        return [Launch(kernel, [y, x], 1, [y.size], [self.cap], tasks=blocks(y.size))]
+        return _pointwise(target, "softcap_forward", y.dtype, [y, x], 1, [y.size], [self.cap])
 
 
 @dataclass(frozen=True)
@@ -369,10 +381,10 @@ class SoftcapGrad(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(4 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (dy, y), dx = node.inputs, node.outputs[0]
-        kernel = suffixed("softcap_backward", dx.dtype)
-        return [Launch(kernel, [dx, dy, y], 1, [dx.size], [self.cap], tasks=blocks(dx.size))]
+        args = [dx, dy, y]
+        return _pointwise(target, "softcap_backward", dx.dtype, args, 1, [dx.size], [self.cap])
 
 
 # ---------------------------------------------------------------- sum over leading dimensions
@@ -415,11 +427,13 @@ class SumLeading(Op):
         assert x is not None
         return Cost(x.size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
         columns = max(1, y.size)
         rows = x.size // columns
+        if isinstance(target, Gpu):
+            return sum_rows(target, y, x, rows, columns)
         parts = blocks(rows, SUM_ROWS * max(1, SUM_COLUMNS // columns))
         across = blocks(columns, SUM_COLUMNS)
         partial = Temp(parts * columns * 4, "partial")
@@ -430,6 +444,34 @@ class SumLeading(Op):
             Launch(kernel, [partial, x], 1, dims, tasks=parts * across),
             Launch(combine, [y, partial], 1, dims, tasks=across),
         ]
+
+
+# On a GPU a work-group sums ROWS_OF_GROUP rows of as many columns as it has work-items.
+ROWS_OF_GROUP = 128
+
+
+def sum_rows(target: Gpu, y: Value, x: Value, rows: int, columns: int) -> list[Launch]:
+    """The launches of y[columns] = Σ x[rows, columns] over the rows: blocks of them one after
+    another, then the blocks, in passes."""
+    launches: list[Launch] = []
+    source: Arg = x
+    dtype = x.dtype
+    items = target.items(64)
+    while True:
+        parts = blocks(rows, ROWS_OF_GROUP)
+        into: Arg = y if parts == 1 else Temp(parts * columns * 4, "partial")
+        out = y.dtype if parts == 1 else "float32"
+        grid = Grid(
+            "elementwise",
+            (blocks(columns, items), parts),
+            items,
+            (("T", SUFFIX[dtype]), ("U", SUFFIX[out])),
+        )
+        dims = [rows, columns, ROWS_OF_GROUP]
+        launches.append(Launch("sum_rows", [into, source], 1, dims, grids=[grid]))
+        if parts == 1:
+            return launches
+        source, dtype, rows = into, "float32", parts
 
 
 @dataclass(frozen=True)
@@ -449,11 +491,10 @@ class Broadcast(Op):
     def grad(self, node, dys, needs):  # type: ignore[no-untyped-def]
         return (sum_leading(dys[0], node.inputs[0].shape),)
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
-        dims = [y.size, x.size]
-        return [Launch(suffixed("broadcast", y.dtype), [y, x], 1, dims, tasks=blocks(y.size))]
+        return _pointwise(target, "broadcast", y.dtype, [y, x], 1, [y.size, x.size])
 
 
 # ---------------------------------------------------------------- functions

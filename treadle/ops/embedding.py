@@ -15,6 +15,7 @@ from treadle.graph.op import (
     Launch,
     Node,
     Op,
+    Target,
     Temp,
     blocks,
     expect,
@@ -112,7 +113,7 @@ class Embedding(Op):
         y, wpe = node.outputs[0], node.inputs[2] if len(node.inputs) > 2 else None
         return Cost(0 if wpe is None else y.size, (2 if wpe is None else 3) * y.nbytes)
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (tokens, wte, wpe, start), y = (*node.inputs, None, None)[:4], node.outputs[0]
         assert tokens is not None and wte is not None
         height = max(1, BLOCK // y.shape[2])
@@ -170,7 +171,7 @@ class EmbeddingGrad(Op):
         assert dy is not None
         return Cost(dy.size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (tokens, dy, into), dwte = (*node.inputs, None)[:3], node.outputs[0]
         assert tokens is not None and dy is not None
         rows, channels = tokens.size, dy.shape[2]
@@ -231,7 +232,7 @@ class PositionGrad(Op):
         assert dy is not None
         return Cost(dy.size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         dy, dwpe = node.inputs[0], node.outputs[0]
         assert dy is not None
         batch, time, channels = dy.shape
@@ -271,7 +272,7 @@ class SelectRow(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(0, 2 * node.outputs[0].nbytes)
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, index = node.inputs
         assert x is not None and index is not None
         return [

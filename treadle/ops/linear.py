@@ -16,6 +16,7 @@ from treadle.graph.op import (
     Launch,
     Node,
     Op,
+    Target,
     Temp,
     expect,
     expect_float,
@@ -164,7 +165,7 @@ class MatMul(Op):
         assert a is not None and b is not None
         return Cost(2 * prod(self.sizes(a.spec, b.spec)), touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         a, b, bias, residual = (*node.inputs, None, None)[:4]
         assert a is not None and b is not None
         y = node.outputs[0]

@@ -20,6 +20,7 @@ from treadle.graph.op import (
     Launch,
     Node,
     Op,
+    Target,
     Temp,
     blocks,
     expect,
@@ -120,7 +121,7 @@ class CrossEntropy(Op):
         assert logits is not None
         return Cost(4 * logits.size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         logits = node.inputs[0]
         assert logits is not None
         dims, tasks = _dims(logits, self.ignore_index)
@@ -166,7 +167,7 @@ class CrossEntropyGrad(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(3 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         dlogits = node.outputs[0]
         dims, tasks = _dims(dlogits, self.ignore_index)
         kernel = suffixed("cross_entropy_backward", dlogits.dtype)
@@ -206,7 +207,7 @@ class MeanSquaredError(Op):
         assert y is not None
         return Cost(3 * y.size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         y = node.inputs[0]
         assert y is not None
         dims = [y.size, BLOCK]
@@ -233,7 +234,7 @@ class MeanSquaredErrorGrad(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(3 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         dy = node.outputs[0]
         kernel = suffixed("squared_error_backward", dy.dtype)
         return [Launch(kernel, [dy, *node.inputs], 1, [dy.size, BLOCK], tasks=blocks(dy.size))]
@@ -284,7 +285,7 @@ class Mean(Op):
         (dy,), count = dys, node.inputs[1]
         return mean(dy, count), None
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         y = node.outputs[0]
         return [Launch(suffixed("mean", y.dtype), [y, *node.inputs], 1)]
 

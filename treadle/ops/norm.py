@@ -16,6 +16,7 @@ from treadle.graph.op import (
     Launch,
     Node,
     Op,
+    Target,
     Temp,
     blocks,
     expect,
@@ -102,7 +103,7 @@ class LayerNorm(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(8 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, weight, bias = (*node.inputs, None)[:3]
         assert x is not None and weight is not None
         dims = _rows(x)
@@ -162,7 +163,7 @@ class LayerNormGrad(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(11 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (dx,), weight = node.outputs, node.inputs[2]
         assert weight is not None
         dims = _rows(dx)
@@ -206,7 +207,7 @@ class LayerNormWeightGrad(Op):
         assert x is not None
         return Cost(5 * x.size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         return _weight_launches(node, *node.inputs)
 
 
@@ -287,7 +288,7 @@ class RMSNorm(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(5 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, weight, residual = (*node.inputs, None)[:3]
         assert x is not None and weight is not None
         dims = _rows(x)
@@ -339,7 +340,7 @@ class RMSNormGrad(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(9 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (dx,), weight = node.outputs, node.inputs[2]
         assert weight is not None
         dims = _rows(dx)
@@ -375,7 +376,7 @@ class RMSNormWeightGrad(Op):
         assert x is not None
         return Cost(3 * x.size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         dy, x, rstd = node.inputs
         return _weight_launches(node, dy, x, None, rstd)
 

@@ -19,6 +19,7 @@ from treadle.graph.op import (
     Launch,
     Node,
     Op,
+    Target,
     Temp,
     blocks,
     cast,
@@ -97,7 +98,7 @@ class GlobalNorm(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(2 * sum(v.size for v in node.inputs if v is not None), touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         scalars, grads = node.inputs[: self.scalars], node.inputs[self.scalars :]
         apply, loss, limit = scalars if self.limited else (*scalars, None, None)
         sizes = [g.size for g in grads if g is not None]
@@ -176,7 +177,7 @@ class AdamW(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(15 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         w, m, v, *shadow = node.outputs
         args = [w, m, v, shadow[0] if shadow else None, *node.inputs[:9]]
         nums = [*self.betas, self.eps, self.weight_decay]
@@ -246,7 +247,7 @@ class Sgd(Op):
     def cost(self, node: Node) -> Cost:
         return Cost((7 if self.momentum else 5) * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         w = node.outputs[0]
         buffer = node.outputs[1] if self.momentum else None
         args = [w, buffer, node.outputs[-1] if self.shadow else None, *node.inputs[:6]]
@@ -272,7 +273,7 @@ class Accumulate(Op):
     def reference(self, into: np.ndarray, x: np.ndarray) -> Sequence[np.ndarray]:
         return (into + x,)
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         y = node.outputs[0]
         kernel = suffixed("accumulate", y.dtype)
         return [Launch(kernel, [y, *node.inputs], 1, [y.size], tasks=blocks(y.size))]

@@ -16,7 +16,18 @@ from zlib import crc32
 import numpy as np
 
 from treadle.errors import DTypeError
-from treadle.graph.op import Cost, Launch, Node, Op, blocks, expect, expect_float, suffixed, touched
+from treadle.graph.op import (
+    Cost,
+    Launch,
+    Node,
+    Op,
+    Target,
+    blocks,
+    expect,
+    expect_float,
+    suffixed,
+    touched,
+)
 from treadle.graph.value import Shape, Spec, Value
 
 # ---------------------------------------------------------------- the generator
@@ -126,7 +137,7 @@ class Dropout(Op):
     def cost(self, node: Node) -> Cost:
         return Cost(2 * node.outputs[0].size, touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (x, random), y = node.inputs, node.outputs[0]
         # u ≥ p between whole numbers, so that every backend decides alike.
         threshold = ceil(self.p * 2**UNIFORM_BITS)

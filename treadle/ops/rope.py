@@ -16,6 +16,7 @@ from treadle.graph.op import (
     Launch,
     Node,
     Op,
+    Target,
     blocks,
     expect,
     expect_float,
@@ -94,7 +95,7 @@ class Rope(Op):
         heads = self.n_head + self.n_kv_head
         return Cost(3 * y.size * heads // (heads + self.n_kv_head), touched(node))
 
-    def lower(self, backend: str, node: Node) -> Sequence[Launch]:
+    def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (qkv, start), y = (*node.inputs, None)[:2], node.outputs[0]
         b, t, width = y.shape
         sign, half = -1 if self.inverse else 1, len(self.frequencies)
