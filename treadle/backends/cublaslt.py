@@ -6,6 +6,7 @@ our B is its first operand and our A its second. Algorithms are chosen by measur
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,9 @@ class CublasLt:
         lt = self.lt
         preference = lt.matmul_preference_create()
         attribute = lt.MatmulPreferenceAttribute
-        values = [(attribute.MAX_WORKSPACE_BYTES, np.array([WORKSPACE], np.uint64))]
+        values: list[tuple[Any, np.ndarray]] = [
+            (attribute.MAX_WORKSPACE_BYTES, np.array([WORKSPACE], np.uint64))
+        ]
         if self.backend.deterministic:
             schemes = np.array([DETERMINISTIC_SCHEMES], np.uint32)
             values.append((attribute.REDUCTION_SCHEME_MASK, schemes))
@@ -116,9 +119,8 @@ class CublasLt:
             times = []
             for algorithm in found:
                 try:
-                    times.append(
-                        gpu.fastest(lambda a=algorithm: start(a.ptr), self.backend.stream.sync)
-                    )
+                    run = partial(start, algorithm.ptr)
+                    times.append(gpu.fastest(run, self.backend.stream.sync))
                 except Exception:
                     times.append(float("inf"))
             self.known[key] = times.index(min(times))

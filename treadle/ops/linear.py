@@ -26,6 +26,7 @@ from treadle.graph.op import (
     touched,
 )
 from treadle.graph.value import Spec, Value, itemsize, wide
+from treadle.ops import vendor
 from treadle.ops.elementwise import activation as activate
 from treadle.ops.elementwise import activation_reference, add, sum_leading
 from treadle.ops.tiles import matmul_tiles
@@ -210,6 +211,19 @@ def matmul_launches(
     memory, to the next, where that is more than its row.  packed: memory for panels that products
     share which run one after another; it grows to what this one needs.
     """
+    if isinstance(target, Gpu) and target.vendor:
+        return vendor.matmul(
+            *(target, y, a, b, sizes, dtype, y_dtype),
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            a_stride=a_stride,
+            bias=bias,
+            activation=activation,
+            pre=pre,
+            residual=residual,
+            accumulate=accumulate,
+            gated=gated,
+        )
     if isinstance(target, Gpu):
         raise NotImplementedError("[matmul] has no kernels for a GPU")
     m, n, k = sizes
