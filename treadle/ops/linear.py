@@ -13,6 +13,7 @@ from treadle.errors import DTypeError
 from treadle.graph.op import (
     Arg,
     Cost,
+    Gpu,
     Launch,
     Node,
     Op,
@@ -170,7 +171,7 @@ class MatMul(Op):
         assert a is not None and b is not None
         y = node.outputs[0]
         return matmul_launches(
-            *(y, a, b, self.sizes(a.spec, b.spec), a.dtype, y.dtype),
+            *(target, y, a, b, self.sizes(a.spec, b.spec), a.dtype, y.dtype),
             transpose_a=self.transpose_a,
             transpose_b=self.transpose_b,
             bias=bias,
@@ -183,6 +184,7 @@ class MatMul(Op):
 
 
 def matmul_launches(
+    target: Target,
     y: Arg,
     a: Arg,
     b: Arg,
@@ -208,6 +210,8 @@ def matmul_launches(
     memory, to the next, where that is more than its row.  packed: memory for panels that products
     share which run one after another; it grows to what this one needs.
     """
+    if isinstance(target, Gpu):
+        raise NotImplementedError("[matmul] has no kernels for a GPU")
     m, n, k = sizes
     a_strides = (1, a_stride or m) if transpose_a else (a_stride or k, 1)
     b_strides = (1, k) if transpose_b else (n, 1)
