@@ -23,6 +23,10 @@ def select(device: str = "auto", threads: int | None = None) -> tuple[Backend, s
         from treadle.backends.opencl import OpenClBackend
 
         return OpenClBackend(device), "asked for"
+    if kind == "cuda":
+        from treadle.backends.cuda import CudaBackend
+
+        return CudaBackend(device), "asked for"
     if kind in ("cpu", "auto"):
         from treadle.backends import cpu
 
