@@ -94,6 +94,8 @@ class LinearCrossEntropyLoss(Op):
         return _cost(node, products=1)
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
+        if isinstance(target, Gpu):
+            return _lower_gpu(target, node, self.ignore_index, self.chunk, self.softcap)
         return _lower(target, node, self.ignore_index, self.chunk, self.softcap)
 
 
@@ -154,6 +156,8 @@ class LinearCrossEntropy(Op):
         return _cost(node, products=3)
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
+        if isinstance(target, Gpu):
+            return _lower_gpu(target, node, self.ignore_index, self.chunk, self.softcap)
         return _lower(target, node, self.ignore_index, self.chunk, self.softcap)
 
 
@@ -304,9 +308,7 @@ GPU_ROWS = 256
 GPU_CHUNK_LOGITS, GPU_CHUNK_ROWS = 1 << 25, 1024
 
 
-def _gpu_chunks(
-    target: Gpu, rows: int, vocabulary: int, most: int | None
-) -> list[tuple[int, int]]:
+def _gpu_chunks(target: Gpu, rows: int, vocabulary: int, most: int | None) -> list[tuple[int, int]]:
     """`chunks` for a GPU: each but the last is a multiple of GPU_ROWS."""
     if target.vector > 1:
         most = most or max(CHUNK_ROWS, CHUNK_LOGITS // vocabulary)

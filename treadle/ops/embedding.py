@@ -243,9 +243,7 @@ class EmbeddingGrad(Op):
         while width < rows:
             merged = sorted_positions()
             groups = blocks(rows, grid.items)
-            launches.append(
-                launch("embedding_merge", [*merged, *found], 2, [rows, width], groups)
-            )
+            launches.append(launch("embedding_merge", [*merged, *found], 2, [rows, width], groups))
             found, width = merged, width * WAYS
         keys, order = found
         heads, tails = (Temp(segments * channels * 4, name) for name in ("heads", "tails"))
@@ -259,9 +257,7 @@ class EmbeddingGrad(Op):
             ),
         ]
         if segments > 1:
-            launches.append(
-                launch("embedding_runs", [*sums, keys], 1, dims, segments - 1, across)
-            )
+            launches.append(launch("embedding_runs", [*sums, keys], 1, dims, segments - 1, across))
         return launches
 
 
