@@ -17,6 +17,7 @@ import numpy as np
 
 from treadle.errors import DTypeError, GraphError
 from treadle.graph.op import (
+    Arg,
     Cost,
     Gpu,
     Launch,
@@ -351,21 +352,20 @@ def _lower_gpu(
             transpose_b=True,
             packed=packed,
         )
-        args = [*sums, lse, logits, labels]
+        args: list[Arg] = [*sums, lse, logits, labels]
         launches.append(Launch("cross_entropy_forward", args, 3, dims, cap, grids=grids))
         if dx is not None or dweight is not None:
-            back = [dlogits, node.inputs[3], logits, labels, lse]
+            back: list[Arg] = [dlogits, node.inputs[3], logits, labels, lse]
             launches.append(Launch("cross_entropy_backward", back, 1, dims, cap, grids=grids))
         if dx is not None:
+            out = Slice(dx, start * channels * size, n * channels * size)
             launches += matmul_launches(
-                *(target, Slice(dx, start * channels * size, n * channels * size), dlogits),
-                *(weight, (n, channels, vocabulary), x.dtype, dx.dtype),
+                *(target, out, dlogits, weight, (n, channels, vocabulary), x.dtype, dx.dtype),
                 packed=packed,
             )
         if dweight is not None:
             launches += matmul_launches(
-                *(target, dweight, dlogits, part, (vocabulary, channels, n), x.dtype),
-                dweight.dtype,
+                *(target, dweight, dlogits, part, (vocabulary, channels, n), x.dtype, "float32"),
                 transpose_a=True,
                 accumulate=i > 0 or into,
                 packed=packed,
