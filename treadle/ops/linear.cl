@@ -259,44 +259,62 @@ KERNEL matmul_pack(GLOBAL float *panels, GLOBAL const T *x, i64 lines, i64 K, i6
     x += first * line_stride + k0 * k_stride;
     panels += (GROUP_X * K + k0) * WIDTH;
     if (width == WIDTH && line_stride == 1) {
-        for (int k = 0; k < depth; k++) {
-            UNROLL for (int i = 0; i < WIDTH; i++) panels[k * WIDTH + i] = LOAD(T, x, k * k_stride + i);
+        for (int k = 0; k < depth; k++, x += k_stride, panels += WIDTH) {
+            UNROLL for (int i = 0; i < WIDTH; i++) panels[i] = LOAD(T, x, i);
         }
-    } else if (width == WIDTH) {
-        for (int k = 0; k < depth; k++) {
-            UNROLL for (int i = 0; i < WIDTH; i++)
-                panels[k * WIDTH + i] = LOAD(T, x, i * line_stride + k * k_stride);
-        }
-    } else {
-        for (int k = 0; k < depth; k++) {
-            for (int i = 0; i < WIDTH; i++)
-                panels[k * WIDTH + i] =
-                    i < width ? LOAD(T, x, i * line_stride + k * k_stride) : 0.0f;
-        }
+        return;
+    }
+    for (int i = 0; i < width; i++, x += line_stride) {
+        for (int k = 0; k < depth; k++) panels[k * WIDTH + i] = LOAD(T, x, k * k_stride);
+    }
+    for (int i = width; i < WIDTH; i++) {
+        for (int k = 0; k < depth; k++) panels[k * WIDTH + i] = 0.0f;
     }
 }
 
-/* Groups: x panels of B, y strips of `strip` panels of A, z parts of K of `depth` each; with more
-   than one, y is [parts, M, N]. */
 #ifdef ROWS
+/* VL elements from their sums, as `finish`. */
+DEVICE void finish_vec(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *bias,
+                       GLOBAL const U *residual, i64 at, i64 column, vecv x, int kind, int flags) {
+#if ACT
+    float sums[VL];
+    spread(sums, x);
+    for (int j = 0; j < VL; j++)
+        finish(y, pre, bias, residual, at + j, column + j, sums[j], kind, flags);
+#else
+    if (bias) x = add_vec(x, loadv_f32(bias + column));
+    if (residual) x = add_vec(x, LOADV(U, residual, at));
+    if (flags & ACCUMULATE) x = add_vec(LOADV(U, y, at), x);
+    STOREV(U, y, at, x);
+#endif
+}
+
+/* PACKED: whether A lies in panels; else it has rows of `lda` floats. Groups: x panels of B, y
+   strips of `strip` panels of A, z parts of K of `depth` each; with more than one, y is
+   [parts, M, N]. */
 KERNEL matmul_panels(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *a, GLOBAL const float *b,
                      GLOBAL const float *bias, GLOBAL const U *residual, i64 M, i64 N, i64 K,
-                     i64 strip, i64 depth, i64 kind, i64 flags) {
+                     i64 lda, i64 strip, i64 depth, i64 kind, i64 flags) {
     const i64 column = GROUP_X * WIDE, k0 = GROUP_Z * depth, k1 = K - k0 < depth ? K : k0 + depth;
     const int columns = (int)(N - column < WIDE ? N - column : WIDE);
     b += GROUP_X * K * WIDE;
     y += GROUP_Z * M * N;
     for (i64 panel = GROUP_Y * strip; panel < (GROUP_Y + 1) * strip && panel * ROWS < M; panel++) {
+        const i64 row = panel * ROWS;
+        const int rows = (int)(M - row < ROWS ? M - row : ROWS);
+        GLOBAL const float *lines[ROWS]; /* of A; those after the last repeat it */
+        UNROLL for (int i = 0; i < ROWS; i++)
+            lines[i] = a + (PACKED ? row * K + i : (row + (i < rows ? i : rows - 1)) * lda);
         vecv total[ROWS][2];
         for (i64 k = k0; k < k1;) {
             const int chain = (int)(k1 - k < CHAIN ? k1 - k : CHAIN);
-            GLOBAL const float *from_a = a + (panel * K + k) * ROWS, *from_b = b + k * WIDE;
+            GLOBAL const float *from_b = b + k * WIDE;
             vecv sum[ROWS][2];
             UNROLL for (int i = 0; i < ROWS; i++) sum[i][0] = sum[i][1] = splat(0.0f);
-            for (int l = 0; l < chain; l++, from_a += ROWS, from_b += WIDE) {
-                const vecv b0 = load_vec(from_b), b1 = load_vec(from_b + VL);
+            for (i64 l = k; l < k + chain; l++, from_b += WIDE) {
+                const vecv b0 = loadv_f32(from_b), b1 = loadv_f32(from_b + VL);
                 UNROLL for (int i = 0; i < ROWS; i++) {
-                    const vecv ai = splat(from_a[i]);
+                    const vecv ai = splat(lines[i][PACKED ? l * ROWS : l]);
                     sum[i][0] = fma_vec(ai, b0, sum[i][0]);
                     sum[i][1] = fma_vec(ai, b1, sum[i][1]);
                 }
@@ -309,11 +327,16 @@ KERNEL matmul_panels(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *a, GLOBAL c
         }
         float sums[ROWS * WIDE];
         UNROLL for (int i = 0; i < ROWS; i++) {
-            store_vec(sums + i * WIDE, total[i][0]);
-            store_vec(sums + i * WIDE + VL, total[i][1]);
+            const i64 at = (row + i) * N + column;
+            if (i < rows && columns == WIDE) {
+                finish_vec(y, pre, bias, residual, at, column, total[i][0], (int)kind, (int)flags);
+                finish_vec(y, pre, bias, residual, at + VL, column + VL, total[i][1], (int)kind,
+                           (int)flags);
+            }
+            spread(sums + i * WIDE, total[i][0]);
+            spread(sums + i * WIDE + VL, total[i][1]);
         }
-        const i64 row = panel * ROWS;
-        const int rows = (int)(M - row < ROWS ? M - row : ROWS);
+        if (columns == WIDE) continue;
         for (int i = 0; i < rows; i++) {
             for (int j = 0; j < columns; j++)
                 finish(y, pre, bias, residual, (row + i) * N + column + j, column + j,
