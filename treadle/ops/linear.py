@@ -322,6 +322,9 @@ def _gpu_launches(
     """The launches of one product on a GPU: sums, in parts of K where there are several, and then
     these together."""
     m, n = a.lines, b.lines
+    cut = gpu_tiles.few(target, m, a.strides[1] != 1, b.strides[1] == 1)
+    if cut is not None:
+        return [_few_rows(target, end, a, b, k, cut)]
     parts, depth = gpu_tiles.parts_of_k(target, m, n, k)
     compute = _panels if target.vector > 1 else _tiles
     if parts == 1:
@@ -339,6 +342,23 @@ def _gpu_launches(
         ],
     )
     return [*compute(target, sums, a, b, k, parts, depth, workspace), combine]
+
+
+def _few_rows(
+    target: Gpu, end: Epilogue, a: Operand, b: Operand, k: int, cut: gpu_tiles.Few
+) -> Launch:
+    """y from a B that is read where it lies."""
+    m, n = a.lines, b.lines
+    defines = end.defines(FEW=cut.rows, TB=int(b.strides[1] == 1))
+    if target.vector > 1:
+        defines = (*defines, ("VL", gpu_tiles.vector_length(target)))
+    else:
+        vectors = (("VA", int(a.vectors(k))), ("VB", int(b.vectors(k))), ("LANES", cut.lanes))
+        defines = (*defines, *vectors)
+    args = [end.y, end.pre, a.tensor, b.tensor, end.bias, end.residual]
+    dims = [m, n, k, a.strides[0], max(b.strides), end.kind, end.flags]
+    grid = Grid("linear", (blocks(n, cut.columns),), cut.items, defines)
+    return Launch("matmul_few", args, 2, dims, grids=[grid])
 
 
 def _tiles(
@@ -397,7 +417,7 @@ def _panels(
     left = a.tensor if in_place else pack(a, cut.rows)
     right = pack(b, cut.columns)
     groups = (blocks(n, cut.columns), blocks(m, cut.rows * cut.strip), parts)
-    defines = end.defines(VL=cut.vector, WIDTH=1, ROWS=cut.rows, PACKED=int(not in_place))
+    defines = end.defines(VL=cut.vector, ROWS=cut.rows, PACKED=int(not in_place))
     args = [end.y, end.pre, left, right, end.bias, end.residual]
     dims = [m, n, k, a.strides[0], cut.strip, depth, end.kind, end.flags]
     launches.append(
