@@ -80,6 +80,39 @@ def tiles(target: Gpu, m: int, n: int, parts: int) -> list[Tile]:
     return busy[:CANDIDATES]
 
 
+# ---------------------------------------------------------------- few rows
+
+# Products of so few rows, compiled for a power of two of them, read B where it lies. On a GPU LANES
+# work-items of a group share a column of B [N, K], or its whole group but for OWNERS the columns of
+# B [K, N], four to each; on a processor a work-group has FEW_COLUMNS columns.
+FEW_ROWS = 8
+FEW_ITEMS, LANES, OWNERS = 256, 16, 8
+FEW_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class Few:
+    """rows: at most, a power of two.  columns: of a work-group."""
+
+    rows: int
+    items: int
+    lanes: int
+    columns: int
+
+
+def few(target: Gpu, m: int, transpose_a: bool, transpose_b: bool) -> Few | None:
+    """The cut of a product of few rows; None of others."""
+    if m > FEW_ROWS or transpose_a:
+        return None
+    rows = 1 << (m - 1).bit_length()
+    if target.vector > 1:
+        return Few(rows, 1, 1, FEW_COLUMNS)
+    items = target.items(FEW_ITEMS)
+    if transpose_b:
+        return Few(rows, items, LANES, items // LANES)
+    return Few(rows, items, items // OWNERS, OWNERS * 4)
+
+
 # ---------------------------------------------------------------- processors
 
 # The vector kernel's panels of A have so many rows for each length of a vector (its registers are
@@ -102,8 +135,13 @@ class Panels:
     strip: int
 
 
+def vector_length(target: Gpu) -> int:
+    """A processor's, of those that kernels are written for."""
+    return max(v for v in PANEL_ROWS if v <= max(target.vector, min(PANEL_ROWS)))
+
+
 def panels(target: Gpu, m: int, n: int) -> Panels:
-    vector = max(v for v in PANEL_ROWS if v <= max(target.vector, min(PANEL_ROWS)))
+    vector = vector_length(target)
     rows, columns = PANEL_ROWS[vector], 2 * vector
     high, across = blocks(m, rows), blocks(n, columns)
     strips = max(blocks(high, STRIP_ROWS // rows), min(high, STRIP_GROUPS // across))

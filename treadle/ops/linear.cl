@@ -239,6 +239,88 @@ KERNEL matmul(GLOBAL U *y, GLOBAL T *pre, GLOBAL const T *a, GLOBAL const T *b,
 }
 #endif
 
+/* ---------------------------------------------------------------- few rows */
+
+/* Up to FEW rows of A, as when text is written: every element of B is read once, and the work-items
+   of a group divide K among them. LANES work-items have the same columns: one of B [N, K], or four
+   neighbours of B [K, N]. VA, VB: as below; A is [M, K]. */
+#if defined(FEW) && !defined(VL)
+#define OWNERS (GROUP / LANES)
+#define FEW_ARGS                                                                                  \
+    GLOBAL U *y, GLOBAL T *pre, GLOBAL const T *a, GLOBAL const T *b, GLOBAL const float *bias,   \
+        GLOBAL const U *residual, i64 M, i64 N, i64 K, i64 lda, i64 ldb, i64 kind, i64 flags
+
+#if TB
+KERNEL matmul_few(FEW_ARGS) {
+    LOCAL float scratch[FEW * GROUP];
+    const int lane = ITEM % LANES;
+    const i64 column = GROUP_X * OWNERS + ITEM / LANES;
+    vec4 sum[FEW];
+    UNROLL for (int r = 0; r < FEW; r++) sum[r] = vec4_of(0.0f, 0.0f, 0.0f, 0.0f);
+    if (column < N) {
+        b += column * ldb;
+        if (VA && VB) {
+            for (i64 k = 4 * lane; k < K; k += 4 * LANES) {
+                const vec4 bk = LOAD4(T, b, k);
+                UNROLL for (int r = 0; r < FEW; r++)
+                    sum[r] = fma4(LOAD4(T, a, (r < M ? r : M - 1) * lda + k), bk, sum[r]);
+            }
+        } else {
+            for (i64 k = lane; k < K; k += LANES) {
+                const float bk = LOAD(T, b, k);
+                UNROLL for (int r = 0; r < FEW; r++)
+                    sum[r].x = fma(LOAD(T, a, (r < M ? r : M - 1) * lda + k), bk, sum[r].x);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < FEW; r++)
+        scratch[r * GROUP + ITEM] = (sum[r].x + sum[r].y) + (sum[r].z + sum[r].w);
+    BARRIER();
+    for (int i = ITEM; i < FEW * OWNERS; i += GROUP) {
+        const i64 r = i / OWNERS, c = GROUP_X * OWNERS + i % OWNERS;
+        float x = 0.0f;
+        for (int l = 0; l < LANES; l++) x += scratch[r * GROUP + i % OWNERS * LANES + l];
+        if (r < M && c < N)
+            finish(y, pre, bias, residual, r * N + c, c, x, (int)kind, (int)flags);
+    }
+}
+#else
+KERNEL matmul_few(FEW_ARGS) {
+    LOCAL float scratch[4 * GROUP];
+    const int lane = ITEM / OWNERS;
+    const i64 first = GROUP_X * OWNERS * 4, column = first + ITEM % OWNERS * 4;
+    vec4 sum[FEW];
+    UNROLL for (int r = 0; r < FEW; r++) sum[r] = vec4_of(0.0f, 0.0f, 0.0f, 0.0f);
+    if (column < N) {
+        b += column;
+        for (i64 k = lane; k < K; k += LANES) {
+            GLOBAL const T *row = b + k * ldb;
+            const vec4 bk = VB ? LOAD4(T, row, 0)
+                               : vec4_of(LOAD(T, row, 0), column + 1 < N ? LOAD(T, row, 1) : 0.0f,
+                                         column + 2 < N ? LOAD(T, row, 2) : 0.0f,
+                                         column + 3 < N ? LOAD(T, row, 3) : 0.0f);
+            UNROLL for (int r = 0; r < FEW; r++) {
+                const float ak = LOAD(T, a, (r < M ? r : M - 1) * lda + k);
+                sum[r] = fma4(vec4_of(ak, ak, ak, ak), bk, sum[r]);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < FEW; r++) {
+        BARRIER();
+        store4_local(scratch + 4 * ITEM, sum[r]);
+        BARRIER();
+        for (int i = ITEM; i < 4 * OWNERS; i += GROUP) {
+            float x = 0.0f;
+            for (int l = 0; l < LANES; l++) x += scratch[l * 4 * OWNERS + i];
+            if (r < M && first + i < N)
+                finish(y, pre, bias, residual, r * N + first + i, first + i, x, (int)kind,
+                       (int)flags);
+        }
+    }
+}
+#endif
+#endif
+
 /* ---------------------------------------------------------------- processors */
 
 /* On a processor a work-item is a thread of a loop, and registers are vectors of VL floats: it
@@ -251,6 +333,7 @@ KERNEL matmul(GLOBAL U *y, GLOBAL T *pre, GLOBAL const T *a, GLOBAL const T *b,
 /* panels[panel][K][width] from lines of K elements each, zeros after the last line. Groups: x
    panels, y blocks of PACK_BLOCK of K. */
 #define PACK_BLOCK 256
+#ifdef WIDTH
 KERNEL matmul_pack(GLOBAL float *panels, GLOBAL const T *x, i64 lines, i64 K, i64 line_stride,
                    i64 k_stride) {
     const i64 first = GROUP_X * WIDTH, k0 = GROUP_Y * PACK_BLOCK;
@@ -259,44 +342,63 @@ KERNEL matmul_pack(GLOBAL float *panels, GLOBAL const T *x, i64 lines, i64 K, i6
     x += first * line_stride + k0 * k_stride;
     panels += (GROUP_X * K + k0) * WIDTH;
     if (width == WIDTH && line_stride == 1) {
-        for (int k = 0; k < depth; k++) {
-            UNROLL for (int i = 0; i < WIDTH; i++) panels[k * WIDTH + i] = LOAD(T, x, k * k_stride + i);
+        for (int k = 0; k < depth; k++, x += k_stride, panels += WIDTH) {
+            UNROLL for (int i = 0; i < WIDTH; i++) panels[i] = LOAD(T, x, i);
         }
-    } else if (width == WIDTH) {
-        for (int k = 0; k < depth; k++) {
-            UNROLL for (int i = 0; i < WIDTH; i++)
-                panels[k * WIDTH + i] = LOAD(T, x, i * line_stride + k * k_stride);
-        }
-    } else {
-        for (int k = 0; k < depth; k++) {
-            for (int i = 0; i < WIDTH; i++)
-                panels[k * WIDTH + i] =
-                    i < width ? LOAD(T, x, i * line_stride + k * k_stride) : 0.0f;
-        }
+        return;
+    }
+    for (int i = 0; i < width; i++, x += line_stride) {
+        for (int k = 0; k < depth; k++) panels[k * WIDTH + i] = LOAD(T, x, k * k_stride);
+    }
+    for (int i = width; i < WIDTH; i++) {
+        for (int k = 0; k < depth; k++) panels[k * WIDTH + i] = 0.0f;
     }
 }
+#endif
 
-/* Groups: x panels of B, y strips of `strip` panels of A, z parts of K of `depth` each; with more
-   than one, y is [parts, M, N]. */
+/* VL elements from their sums, as `finish`. */
+DEVICE void finish_vec(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *bias,
+                       GLOBAL const U *residual, i64 at, i64 column, vecv x, int kind, int flags) {
+#if ACT
+    float sums[VL];
+    spread(sums, x);
+    for (int j = 0; j < VL; j++)
+        finish(y, pre, bias, residual, at + j, column + j, sums[j], kind, flags);
+#else
+    if (bias) x = add_vec(x, loadv_f32(bias + column));
+    if (residual) x = add_vec(x, LOADV(U, residual, at));
+    if (flags & ACCUMULATE) x = add_vec(LOADV(U, y, at), x);
+    STOREV(U, y, at, x);
+#endif
+}
+
 #ifdef ROWS
+/* PACKED: whether A lies in panels; else it has rows of `lda` floats. Groups: x panels of B, y
+   strips of `strip` panels of A, z parts of K of `depth` each; with more than one, y is
+   [parts, M, N]. */
 KERNEL matmul_panels(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *a, GLOBAL const float *b,
                      GLOBAL const float *bias, GLOBAL const U *residual, i64 M, i64 N, i64 K,
-                     i64 strip, i64 depth, i64 kind, i64 flags) {
+                     i64 lda, i64 strip, i64 depth, i64 kind, i64 flags) {
     const i64 column = GROUP_X * WIDE, k0 = GROUP_Z * depth, k1 = K - k0 < depth ? K : k0 + depth;
     const int columns = (int)(N - column < WIDE ? N - column : WIDE);
     b += GROUP_X * K * WIDE;
     y += GROUP_Z * M * N;
     for (i64 panel = GROUP_Y * strip; panel < (GROUP_Y + 1) * strip && panel * ROWS < M; panel++) {
+        const i64 row = panel * ROWS;
+        const int rows = (int)(M - row < ROWS ? M - row : ROWS);
+        GLOBAL const float *lines[ROWS]; /* of A; those after the last repeat it */
+        UNROLL for (int i = 0; i < ROWS; i++)
+            lines[i] = a + (PACKED ? row * K + i : (row + (i < rows ? i : rows - 1)) * lda);
         vecv total[ROWS][2];
         for (i64 k = k0; k < k1;) {
             const int chain = (int)(k1 - k < CHAIN ? k1 - k : CHAIN);
-            GLOBAL const float *from_a = a + (panel * K + k) * ROWS, *from_b = b + k * WIDE;
+            GLOBAL const float *from_b = b + k * WIDE;
             vecv sum[ROWS][2];
             UNROLL for (int i = 0; i < ROWS; i++) sum[i][0] = sum[i][1] = splat(0.0f);
-            for (int l = 0; l < chain; l++, from_a += ROWS, from_b += WIDE) {
-                const vecv b0 = load_vec(from_b), b1 = load_vec(from_b + VL);
+            for (i64 l = k; l < k + chain; l++, from_b += WIDE) {
+                const vecv b0 = loadv_f32(from_b), b1 = loadv_f32(from_b + VL);
                 UNROLL for (int i = 0; i < ROWS; i++) {
-                    const vecv ai = splat(from_a[i]);
+                    const vecv ai = splat(lines[i][PACKED ? l * ROWS : l]);
                     sum[i][0] = fma_vec(ai, b0, sum[i][0]);
                     sum[i][1] = fma_vec(ai, b1, sum[i][1]);
                 }
@@ -309,16 +411,121 @@ KERNEL matmul_panels(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *a, GLOBAL c
         }
         float sums[ROWS * WIDE];
         UNROLL for (int i = 0; i < ROWS; i++) {
-            store_vec(sums + i * WIDE, total[i][0]);
-            store_vec(sums + i * WIDE + VL, total[i][1]);
+            const i64 at = (row + i) * N + column;
+            if (i < rows && columns == WIDE) {
+                finish_vec(y, pre, bias, residual, at, column, total[i][0], (int)kind, (int)flags);
+                finish_vec(y, pre, bias, residual, at + VL, column + VL, total[i][1], (int)kind,
+                           (int)flags);
+            }
+            spread(sums + i * WIDE, total[i][0]);
+            spread(sums + i * WIDE + VL, total[i][1]);
         }
-        const i64 row = panel * ROWS;
-        const int rows = (int)(M - row < ROWS ? M - row : ROWS);
+        if (columns == WIDE) continue;
         for (int i = 0; i < rows; i++) {
             for (int j = 0; j < columns; j++)
                 finish(y, pre, bias, residual, (row + i) * N + column + j, column + j,
                        sums[i * WIDE + j], (int)kind, (int)flags);
         }
+    }
+}
+#endif
+
+/* Few rows: B is read where it lies, a work-group has FEW_COLUMNS columns. */
+#ifdef FEW
+#define FEW_COLUMNS 64
+#if TB
+/* Columns at a time: so many sums are under way at once. */
+#define TOGETHER (FEW == 1 ? 4 : FEW < 8 ? 2 : 1)
+#else
+#define VECTORS (8 / FEW)
+#endif
+
+/* One element by itself. */
+DEVICE float product(GLOBAL const T *a, GLOBAL const T *b, i64 K, i64 step) {
+    float total = 0.0f;
+    for (i64 k = 0; k < K;) {
+        float sum = 0.0f;
+        for (const i64 end = K - k < CHAIN ? K : k + CHAIN; k < end; k++)
+            sum = fma(LOAD(T, a, k), LOAD(T, b, k * step), sum);
+        total += sum;
+    }
+    return total;
+}
+
+KERNEL matmul_few(GLOBAL U *y, GLOBAL T *pre, GLOBAL const T *a, GLOBAL const T *b,
+                  GLOBAL const float *bias, GLOBAL const U *residual, i64 M, i64 N, i64 K, i64 lda,
+                  i64 ldb, i64 kind, i64 flags) {
+    const i64 end = (GROUP_X + 1) * FEW_COLUMNS < N ? (GROUP_X + 1) * FEW_COLUMNS : N;
+    i64 column = GROUP_X * FEW_COLUMNS;
+    GLOBAL const T *lines[FEW]; /* of A; those after the last repeat it */
+    UNROLL for (int r = 0; r < FEW; r++) lines[r] = a + (r < M ? r : M - 1) * lda;
+#if TB
+    for (; column + TOGETHER <= end; column += TOGETHER) {
+        vecv sum[FEW][TOGETHER];
+        UNROLL for (int r = 0; r < FEW; r++) {
+            UNROLL for (int j = 0; j < TOGETHER; j++) sum[r][j] = splat(0.0f);
+        }
+        i64 k = 0;
+        for (; k + VL <= K; k += VL) {
+            vecv bk[TOGETHER];
+            UNROLL for (int j = 0; j < TOGETHER; j++) bk[j] = LOADV(T, b, (column + j) * ldb + k);
+            UNROLL for (int r = 0; r < FEW; r++) {
+                const vecv ak = LOADV(T, lines[r], k);
+                UNROLL for (int j = 0; j < TOGETHER; j++)
+                    sum[r][j] = fma_vec(ak, bk[j], sum[r][j]);
+            }
+        }
+        UNROLL for (int r = 0; r < FEW; r++) {
+            UNROLL for (int j = 0; j < TOGETHER; j++) {
+                float sums[VL], x = 0.0f;
+                spread(sums, sum[r][j]);
+                for (int l = 0; l < VL; l++) x += sums[l];
+                x += product(lines[r] + k, b + (column + j) * ldb + k, K - k, 1);
+                if (r < M)
+                    finish(y, pre, bias, residual, r * N + column + j, column + j, x, (int)kind,
+                           (int)flags);
+            }
+        }
+    }
+#else
+    for (; column + VECTORS * VL <= end; column += VECTORS * VL) {
+        vecv total[FEW][VECTORS];
+        UNROLL for (int r = 0; r < FEW; r++) {
+            UNROLL for (int j = 0; j < VECTORS; j++) total[r][j] = splat(0.0f);
+        }
+        for (i64 k = 0; k < K;) {
+            vecv sum[FEW][VECTORS];
+            UNROLL for (int r = 0; r < FEW; r++) {
+                UNROLL for (int j = 0; j < VECTORS; j++) sum[r][j] = splat(0.0f);
+            }
+            for (const i64 stop = K - k < CHAIN ? K : k + CHAIN; k < stop; k++) {
+                vecv bk[VECTORS];
+                UNROLL for (int j = 0; j < VECTORS; j++)
+                    bk[j] = LOADV(T, b, k * ldb + column + j * VL);
+                UNROLL for (int r = 0; r < FEW; r++) {
+                    const vecv ak = splat(LOAD(T, lines[r], k));
+                    UNROLL for (int j = 0; j < VECTORS; j++)
+                        sum[r][j] = fma_vec(ak, bk[j], sum[r][j]);
+                }
+            }
+            UNROLL for (int r = 0; r < FEW; r++) {
+                UNROLL for (int j = 0; j < VECTORS; j++)
+                    total[r][j] = add_vec(total[r][j], sum[r][j]);
+            }
+        }
+        UNROLL for (int r = 0; r < FEW; r++) {
+            if (r >= M) continue;
+            UNROLL for (int j = 0; j < VECTORS; j++)
+                finish_vec(y, pre, bias, residual, r * N + column + j * VL, column + j * VL,
+                           total[r][j], (int)kind, (int)flags);
+        }
+    }
+#endif
+    for (; column < end; column++) {
+        for (int r = 0; r < M; r++)
+            finish(y, pre, bias, residual, r * N + column, column,
+                   product(a + r * lda, b + (TB ? column * ldb : column), K, TB ? 1 : ldb),
+                   (int)kind, (int)flags);
     }
 }
 #endif

@@ -33,7 +33,7 @@ from treadle.graph.value import SUFFIX, Spec, Value, itemsize, wide
 from treadle.ops import gpu_tiles, vendor
 from treadle.ops.elementwise import activation as activate
 from treadle.ops.elementwise import activation_reference, add, sum_leading
-from treadle.ops.tiles import matmul_tiles
+from treadle.ops.tiles import matmul_tiles, reads_in_place
 
 # As linear.c and kernels/activation.h number them.
 ACCUMULATE, OUTPUT_FLOAT32, GATED = 1, 2, 4
@@ -236,11 +236,11 @@ def matmul_launches(
         a_strides, b_strides = (k, 1), (a_strides[1], a_strides[0])
     flags = ACCUMULATE * accumulate + OUTPUT_FLOAT32 * (y_dtype == "float32") + GATED * gated
     if isinstance(target, Gpu):
-        kind, panels = ACTIVATION_CODES[activation], packed or Temp(0, "packed")
-        return _gpu_launches(
-            *(target, Epilogue(y, pre, bias, residual, dtype, y_dtype, kind, flags)),
-            *(a, b, (m, n, k), a_strides, b_strides, panels),
-        )
+        kind = ACTIVATION_CODES[activation]
+        end = Epilogue(y, pre, bias, residual, dtype, y_dtype, kind, flags)
+        left, right = Operand(a, m, a_strides), Operand(b, n, b_strides[::-1])
+        workspace = Workspace(packed or Temp(0, "packed"))
+        return _gpu_launches(target, end, left, right, k, workspace)
     tiles = matmul_tiles(m, n, k, itemsize(dtype), a_strides)
     panels = None
     if tiles.packed_bytes:
@@ -283,6 +283,21 @@ VECTOR = 4
 
 
 @dataclass(frozen=True)
+class Operand:
+    """A, or B with its columns as lines: `lines` of K elements each. strides: in elements, from
+    line to line and along k."""
+
+    tensor: Arg
+    lines: int
+    strides: tuple[int, int]
+
+    def vectors(self, k: int) -> bool:
+        """Whether four neighbours in memory, from the first on, always are of it together."""
+        along = k if self.strides[1] == 1 else self.lines
+        return max(self.strides) % VECTOR == 0 and along % VECTOR == 0
+
+
+@dataclass(frozen=True)
 class Epilogue:
     """What becomes of the sums; see matmul_launches. kind, flags: as linear.cl numbers them."""
 
@@ -295,114 +310,133 @@ class Epilogue:
     kind: int = 0
     flags: int = 0
 
-    @property
-    def defines(self) -> tuple[tuple[str, str | int], ...]:
-        has = int(bool(self.kind))
-        return (("T", SUFFIX[self.dtype]), ("U", SUFFIX[self.y_dtype]), ("ACT", has))
+    def defines(self, **more: int) -> tuple[tuple[str, str | int], ...]:
+        types = (("T", SUFFIX[self.dtype]), ("U", SUFFIX[self.y_dtype]))
+        return (*types, ("ACT", int(self.kind != 0)), *more.items())
+
+
+@dataclass(eq=False)
+class Workspace:
+    """Parts of a temporary, one after another; it grows to what they need."""
+
+    memory: Temp
+    used: int = 0
+
+    def part(self, nbytes: int) -> Slice:
+        part = Slice(self.memory, self.used, nbytes)
+        self.used = align(self.used + nbytes, GPU_ALIGN)
+        self.memory.nbytes = max(self.memory.nbytes, self.used)
+        return part
 
 
 def _gpu_launches(
-    target: Gpu,
-    end: Epilogue,
-    a: Arg,
-    b: Arg,
-    sizes: tuple[int, int, int],
-    a_strides: tuple[int, int],
-    b_strides: tuple[int, int],
-    memory: Temp,
+    target: Gpu, end: Epilogue, a: Operand, b: Operand, k: int, workspace: Workspace
 ) -> list[Launch]:
     """The launches of one product on a GPU: sums, in parts of K where there are several, and then
-    these together. memory: for what lies between launches; it grows to what this product needs."""
-    m, n, k = sizes
+    these together."""
+    m, n = a.lines, b.lines
+    cut = gpu_tiles.few(target, m, a.strides[1] != 1, b.strides[1] == 1)
+    if cut is not None:
+        return [_few_rows(target, end, a, b, k, cut)]
     parts, depth = gpu_tiles.parts_of_k(target, m, n, k)
-    used = 0
-
-    def part_of_memory(nbytes: int) -> Slice:
-        nonlocal used
-        found = Slice(memory, used, nbytes)
-        used = align(used + nbytes, GPU_ALIGN)
-        memory.nbytes = max(memory.nbytes, used)
-        return found
-
-    launches, sums = [], end
-    partial: Arg = None
-    if parts > 1:
-        partial = part_of_memory(parts * m * n * 4)
-        sums = Epilogue(partial, None, None, None, end.dtype, "float32")
-    if target.vector > 1:
-        cut = gpu_tiles.panels(target, m, n)
-        operands = ((a, m, a_strides, cut.rows), (b, n, b_strides[::-1], cut.columns))
-        packed = [part_of_memory(align(lines, width) * k * 4) for _, lines, _, width in operands]
-        for panels, (source, lines, strides, width) in zip(packed, operands, strict=True):
-            groups = (blocks(lines, width), blocks(k, gpu_tiles.PACK_BLOCK))
-            defines = (*end.defines, ("VL", cut.vector), ("WIDTH", width))
-            grid = Grid("linear", groups, 1, defines)
-            dims = [lines, k, *strides]
-            launches.append(Launch("matmul_pack", [panels, source], 1, dims, grids=[grid]))
-        groups = (blocks(n, cut.columns), blocks(m, cut.rows * cut.strip), parts)
-        launches.append(
-            Launch(
-                "matmul_panels",
-                [sums.y, sums.pre, *packed, sums.bias, sums.residual],
-                2,
-                [m, n, k, cut.strip, depth, sums.kind, sums.flags],
-                grids=[
-                    Grid(
-                        *("linear", groups, 1),
-                        (*sums.defines, ("VL", cut.vector), ("WIDTH", 1), ("ROWS", cut.rows)),
-                    )
-                ],
-            )
-        )
-    else:
-        launches.append(_tiled(target, sums, a, b, sizes, a_strides, b_strides, parts, depth))
+    compute = _panels if target.vector > 1 else _tiles
     if parts == 1:
-        return launches
+        return compute(target, end, a, b, k, parts, depth, workspace)
+    partial = workspace.part(parts * m * n * 4)
+    sums = Epilogue(partial, None, None, None, end.dtype, "float32")
     items = target.items(COMBINE_ITEMS)
-    groups = (blocks(m * n, items * COMBINE_EACH),)
     combine = Launch(
         "matmul_combine",
         [end.y, end.pre, partial, end.bias, end.residual],
         2,
         [m * n, n, parts, end.kind, end.flags],
-        grids=[Grid("linear", groups, items, (*end.defines, ("COMBINE", 1)))],
-    )
-    return [*launches, combine]
-
-
-def _tiled(
-    target: Gpu,
-    end: Epilogue,
-    a: Arg,
-    b: Arg,
-    sizes: tuple[int, int, int],
-    a_strides: tuple[int, int],
-    b_strides: tuple[int, int],
-    parts: int,
-    depth: int,
-) -> Launch:
-    """The launch that computes tiles of y, or of its sums over each part of K."""
-    m, n, k = sizes
-    transpose_a, transpose_b = a_strides[1] != 1, b_strides[1] != 1
-    lda, ldb = max(a_strides), max(b_strides)
-    defines = (
-        *end.defines,
-        ("TA", int(transpose_a)),
-        ("TB", int(transpose_b)),
-        ("VA", int(lda % VECTOR == 0 and (m if transpose_a else k) % VECTOR == 0)),
-        ("VB", int(ldb % VECTOR == 0 and (k if transpose_b else n) % VECTOR == 0)),
-        ("VC", int(n % VECTOR == 0)),
-    )
-    return Launch(
-        "matmul",
-        [end.y, end.pre, a, b, end.bias, end.residual],
-        2,
-        [m, n, k, lda, ldb, depth, end.kind, end.flags],
         grids=[
-            Grid("linear", (tile.groups(m, n), parts), tile.items, (*defines, *tile.defines()))
-            for tile in gpu_tiles.tiles(target, m, n, parts)
+            Grid("linear", (blocks(m * n, items * COMBINE_EACH),), items, end.defines(COMBINE=1))
         ],
     )
+    return [*compute(target, sums, a, b, k, parts, depth, workspace), combine]
+
+
+def _few_rows(
+    target: Gpu, end: Epilogue, a: Operand, b: Operand, k: int, cut: gpu_tiles.Few
+) -> Launch:
+    """y from a B that is read where it lies."""
+    m, n = a.lines, b.lines
+    defines = end.defines(FEW=cut.rows, TB=int(b.strides[1] == 1))
+    if target.vector > 1:
+        defines = (*defines, ("VL", gpu_tiles.vector_length(target)))
+    else:
+        vectors = (("VA", int(a.vectors(k))), ("VB", int(b.vectors(k))), ("LANES", cut.lanes))
+        defines = (*defines, *vectors)
+    args = [end.y, end.pre, a.tensor, b.tensor, end.bias, end.residual]
+    dims = [m, n, k, a.strides[0], max(b.strides), end.kind, end.flags]
+    grid = Grid("linear", (blocks(n, cut.columns),), cut.items, defines)
+    return Launch("matmul_few", args, 2, dims, grids=[grid])
+
+
+def _tiles(
+    target: Gpu,
+    end: Epilogue,
+    a: Operand,
+    b: Operand,
+    k: int,
+    parts: int,
+    depth: int,
+    workspace: Workspace,
+) -> list[Launch]:
+    """y, or its sums over each part of K, in tiles that pass through local memory."""
+    m, n = a.lines, b.lines
+    defines = end.defines(
+        TA=int(a.strides[1] != 1),
+        TB=int(b.strides[1] == 1),
+        VA=int(a.vectors(k)),
+        VB=int(b.vectors(k)),
+        VC=int(n % VECTOR == 0),
+    )
+    grids = [
+        Grid("linear", (tile.groups(m, n), parts), tile.items, (*defines, *tile.defines()))
+        for tile in gpu_tiles.tiles(target, m, n, parts)
+    ]
+    args = [end.y, end.pre, a.tensor, b.tensor, end.bias, end.residual]
+    dims = [m, n, k, max(a.strides), max(b.strides), depth, end.kind, end.flags]
+    return [Launch("matmul", args, 2, dims, grids=grids)]
+
+
+def _panels(
+    target: Gpu,
+    end: Epilogue,
+    a: Operand,
+    b: Operand,
+    k: int,
+    parts: int,
+    depth: int,
+    workspace: Workspace,
+) -> list[Launch]:
+    """The same on a processor, from packed panels; A is read where it lies if its rows are floats
+    that do not fall on one set of the cache."""
+    m, n = a.lines, b.lines
+    cut = gpu_tiles.panels(target, m, n)
+    launches = []
+
+    def pack(operand: Operand, width: int) -> Slice:
+        panels = workspace.part(align(operand.lines, width) * k * 4)
+        groups = (blocks(operand.lines, width), blocks(k, gpu_tiles.PACK_BLOCK))
+        grid = Grid("linear", groups, 1, end.defines(VL=cut.vector, WIDTH=width))
+        dims = [operand.lines, k, *operand.strides]
+        launches.append(Launch("matmul_pack", [panels, operand.tensor], 1, dims, grids=[grid]))
+        return panels
+
+    in_place = reads_in_place(k, itemsize(end.dtype), a.strides)
+    left = a.tensor if in_place else pack(a, cut.rows)
+    right = pack(b, cut.columns)
+    groups = (blocks(n, cut.columns), blocks(m, cut.rows * cut.strip), parts)
+    defines = end.defines(VL=cut.vector, ROWS=cut.rows, PACKED=int(not in_place))
+    args = [end.y, end.pre, left, right, end.bias, end.residual]
+    dims = [m, n, k, a.strides[0], cut.strip, depth, end.kind, end.flags]
+    launches.append(
+        Launch("matmul_panels", args, 2, dims, grids=[Grid("linear", groups, 1, defines)])
+    )
+    return launches
 
 
 @dataclass(frozen=True)
