@@ -213,16 +213,19 @@ def pointwise(
 
 # Vectors of a row that one work-item takes, where the row is long enough.
 VECTORS = 4
+# Work-items that share a row; few numbers, since kernels are compiled for each.
+LANES = (4, 16, 64, 256)
 
 
 def row_grid(
-    target: Gpu, source: str, dtypes: Sequence[str], rows: int, columns: int, each: int = VECTORS
+    target: Gpu, source: str, dtypes: Sequence[str], rows: int, columns: int
 ) -> Grid:
-    """How a kernel runs that takes rows [rows, columns], LANES work-items a row, each with about
-    `each` vectors of VEC elements; dtypes as in `pointwise`. See kernels/gpu.clh."""
+    """How a kernel runs that takes rows [rows, columns], LANES work-items a row, each with some
+    vectors of VEC elements; dtypes as in `pointwise`. See kernels/gpu.clh."""
     vec = 4 if columns % 4 == 0 else 1
     items = target.items(ITEMS)
-    lanes = min(items, 1 << (blocks(columns, vec * each) - 1).bit_length())
+    wanted = blocks(columns, vec * VECTORS)
+    lanes = next((n for n in LANES if wanted <= n <= items), items)
     defines = tuple(zip("TU", (SUFFIX[d] for d in dtypes), strict=False))
     shape = (("VEC", vec), ("LANES", lanes))
     return Grid(source, (blocks(rows, items // lanes),), items, (*defines, *shape))

@@ -223,7 +223,7 @@ class EmbeddingGrad(Op):
         """Positions sorted by token, segments of them added up, then what crosses segments."""
         rows, channels, vocabulary = tokens.size, dy.shape[2], self.vocabulary
         segments = blocks(rows, SEGMENT)
-        grid = row_grid(target, "embedding", [dy.dtype], segments, channels, each=1)
+        grid = row_grid(target, "embedding", [dy.dtype], segments, channels)
         sizes = dict(grid.defines)
         across = blocks(channels, int(sizes["VEC"]) * int(sizes["LANES"]))
 
@@ -296,7 +296,7 @@ class PositionGrad(Op):
         assert dy is not None
         batch, time, channels = dy.shape
         if isinstance(target, Gpu):
-            grid = row_grid(target, "embedding", [dy.dtype], self.positions, channels, each=1)
+            grid = row_grid(target, "embedding", [dy.dtype], self.positions, channels)
             dims = [batch, time, channels, self.positions, POSITION_ROWS]
             return [Launch("position_backward", [dwpe, dy], 1, dims, grids=[grid])]
         height = max(1, BLOCK // (batch * channels))

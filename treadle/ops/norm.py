@@ -36,7 +36,7 @@ from treadle.ops.elementwise import SUM_COLUMNS
 WEIGHT_ROWS = 32
 # On a GPU a work-group adds up so many rows of so many vectors of columns; more rows where there
 # would be more partial sums than these.
-GROUP_ROWS, COLUMN_LANES, MOST_PARTS = 64, 32, 512
+GROUP_ROWS, COLUMN_LANES, MOST_PARTS = 128, 16, 256
 
 
 def _expect_parameter(op: str, what: str, parameter: Spec | None, x: Spec) -> None:
