@@ -5,7 +5,7 @@ from __future__ import annotations
 from treadle.backends.base import Backend
 from treadle.errors import BackendError
 
-NAMES = ("auto", "cpu", "numpy", "opencl[:N|:NAME]")
+NAMES = ("auto", "cpu", "numpy", "opencl[:N|:NAME]", "cuda[:N]")
 
 
 def select(device: str = "auto", threads: int | None = None) -> tuple[Backend, str]:
@@ -43,6 +43,10 @@ def named(device: str, threads: int | None = None) -> Backend:
         from treadle.backends.opencl import OpenClBackend
 
         return OpenClBackend(device)
+    if kind == "cuda":
+        from treadle.backends.cuda import CudaBackend
+
+        return CudaBackend(device)
     raise BackendError(
         f"train.device: {device!r} is not available in this version; one of {', '.join(NAMES)}"
     )

@@ -11,10 +11,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from treadle import __version__
 from treadle.backends import cpu, kernel_cache
@@ -24,6 +24,16 @@ TIMEOUT = 60.0  # seconds of a comparison; most of it compiles kernels
 # A step is many small kernels too, which a GPU is slow to start, so a narrow win is none.
 MARGIN = 1.5
 HOST, DEVICE = "host", "device"  # keys of a stored comparison: microseconds, 0 where it failed
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A graphics processor: the name that `backends.named` takes, its own, and what its driver
+    says of itself."""
+
+    device: str
+    name: str
+    driver: str
 
 
 @dataclass(frozen=True)
@@ -52,25 +62,23 @@ def choose() -> Choice:
     """The fastest device, as the comparisons say, and why."""
     alone = _host_alone()
     try:
-        found = gpus()
+        found = [gpu for family in FAMILIES for gpu in family()]
+        if not found:
+            return alone
+        ratios = {gpu: _ratio(comparison(gpu)) for gpu in found}
     except Exception as error:
-        return Choice(alone.device, f"{alone.why}; OpenCL failed: {_line(error)}")
-    ratios = [
-        (_ratio(comparison(name, device)), name, device.name.strip()) for name, device in found
-    ]
-    ratio, name, shown = max(ratios, default=(0.0, "", ""), key=lambda entry: entry[0])
-    if not ratios:
-        return alone
-    if not ratio:
-        return Choice(alone.device, f"{ratios[0][2]} failed in a comparison")
-    told = f"{shown} multiplies matrices {_times(ratio)} as fast as the CPU"
-    if ratio < MARGIN:
+        return Choice(alone.device, f"looking for a GPU failed: {type(error).__name__}: {error}")
+    best = max(found, key=lambda gpu: ratios[gpu])
+    if not ratios[best]:
+        return Choice(alone.device, f"{best.name} failed in a comparison")
+    told = f"{best.name} multiplies matrices {_times(ratios[best])} as fast as the CPU"
+    if ratios[best] < MARGIN:
         return Choice(alone.device, f"{told}, which is not enough")
-    return Choice(name, told)
+    return Choice(best.device, told)
 
 
-def gpus() -> list[tuple[str, Any]]:
-    """(name, device) of the graphics processors that OpenCL shows; none without pyopencl."""
+def opencl_gpus() -> list[Candidate]:
+    """The graphics processors that OpenCL shows; none without pyopencl or without a driver."""
     if find_spec("pyopencl") is None:
         return []
     from treadle.backends import opencl
@@ -79,17 +87,26 @@ def gpus() -> list[tuple[str, Any]]:
         found = opencl.devices()
     except BackendError:  # there is no driver, which is no fault of anything that is there
         return []
-    return [(f"opencl:{i}", d) for i, d in enumerate(found) if opencl.is_gpu(d)]
+    return [
+        Candidate(f"opencl:{i}", d.name.strip(), f"{d.platform.version} {d.driver_version}")
+        for i, d in enumerate(found)
+        if opencl.is_gpu(d)
+    ]
 
 
-def comparison(name: str, device: Any) -> dict[str, int]:
+# What looks for graphics processors. It must cost little where there is nothing to find.
+FAMILIES: list[Callable[[], list[Candidate]]] = [opencl_gpus]
+
+
+def comparison(gpu: Candidate) -> dict[str, int]:
     """Microseconds of a matrix product by HOST and DEVICE, from the cache or measured now."""
     identity = cpu.CpuBackend().identity() if cpu.available() else {"backend": "numpy"}
-    driver = (device.name, device.platform.version, device.driver_version)
-    file = f"auto-{kernel_cache.digest(__version__, *identity.values(), *driver)}.json"
+    kind = gpu.device.partition(":")[0]
+    key = kernel_cache.digest(__version__, *identity.values(), kind, gpu.name, gpu.driver)
+    file = f"auto-{key}.json"
     times = kernel_cache.load_choices(file)
     if times.keys() != {HOST, DEVICE}:
-        times = measured(name)
+        times = measured(gpu.device)
         kernel_cache.store_choices(file, times)
     return times
 
@@ -126,7 +143,3 @@ def _ratio(times: dict[str, int]) -> float:
 
 def _times(ratio: float) -> str:
     return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.2g} times"
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -48,12 +48,14 @@ class Gpu:
     vector:     floats of the register that one work-item computes in: 1 on a GPU, whose
                 work-items are lanes; 4 or more on a processor.
     allocation: bytes of one piece of memory at most, None without a limit.
+    vendor:     whether cuBLASLt and cuDNN are there.
     """
 
     group: int = 64
     local: int = 32768
     vector: int = 1
     allocation: int | None = None
+    vendor: bool = False
 
     def items(self, wanted: int) -> int:
         """A power of two, at most `wanted` and at most a work-group."""
@@ -66,7 +68,8 @@ Target = str | Gpu  # "cpu": the C kernels
 @dataclass(frozen=True)
 class Grid:
     """How a GPU runs a kernel of ops/<source>.cl: compiled with `defines`, in `groups` work-groups
-    (x, y, z) of `items` work-items. The kernel sees `items` as GROUP."""
+    (x, y, z) of `items` work-items. The kernel sees `items` as GROUP; where it is 0, `source` is a
+    vendor's library instead."""
 
     source: str
     groups: tuple[int, ...]

@@ -17,7 +17,9 @@ import numpy as np
 
 from treadle.errors import DTypeError, GraphError
 from treadle.graph.op import (
+    Arg,
     Cost,
+    Gpu,
     Launch,
     Node,
     Op,
@@ -31,6 +33,7 @@ from treadle.graph.op import (
     touched,
 )
 from treadle.graph.value import Spec, Value
+from treadle.ops import vendor
 from treadle.ops.random import UNIFORM_BITS, philox_uniform, stream_of
 
 # ---------------------------------------------------------------- tiles
@@ -131,6 +134,16 @@ class _Heads(Op):
         uniform = philox_uniform(seed, self.stream, step, elements).reshape(p.shape)
         return np.asarray(uniform >= self.dropout, p.dtype) / (1.0 - self.dropout)
 
+    def by_vendor(self, target: Gpu, qkv: Value) -> bool:
+        """Whether cuDNN computes this attention."""
+        size, special = self.head_size(qkv), (self.dropout, self.window, self.softcap)
+        return target.vendor and vendor.attends(qkv.dtype, size, *special)
+
+    def vendor_numbers(self, qkv: Value) -> tuple[list[int], float]:
+        """B, T, H, K, D; and the scale."""
+        size = self.head_size(qkv)
+        return [*qkv.shape[:2], self.n_head, self.n_kv_head, size], self.factor(size)
+
     def _splits(self, qkv: Value, tasks: int) -> int:
         b, t, _ = qkv.shape
         return min(blocks(t, BLOCK), ceil(tasks / max(1, b * self.n_kv_head)))
@@ -202,6 +215,9 @@ class Attention(_Heads):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         qkv, random = node.inputs[0], _random(node)
         assert qkv is not None
+        if isinstance(target, Gpu) and self.by_vendor(target, qkv):
+            args: list[Arg] = [node.outputs[0], node.out(1), qkv]
+            return vendor.attention(args, 2, False, *self.vendor_numbers(qkv))
         splits = self._splits(qkv, FORWARD_TASKS)
         return [
             Launch(
@@ -271,6 +287,9 @@ class AttentionGrad(_Heads):
         dy, qkv, y, lse = node.inputs[:4]
         assert qkv is not None
         dqkv, random = node.outputs[0], _random(node)
+        if isinstance(target, Gpu) and self.by_vendor(target, qkv):
+            args: list[Arg] = [dqkv, dy, qkv, y, lse]
+            return vendor.attention(args, 1, True, *self.vendor_numbers(qkv))
         b, t, _ = qkv.shape
         splits = self._splits(qkv, BACKWARD_TASKS)
         dims, nums = self._dims(qkv, splits), self._nums(qkv)

@@ -92,7 +92,7 @@ class LinearCrossEntropyLoss(Op):
         return _cost(node, products=1)
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
-        return _lower(node, self.ignore_index, self.chunk, self.softcap)
+        return _lower(target, node, self.ignore_index, self.chunk, self.softcap)
 
 
 # ---------------------------------------------------------------- loss and gradients
@@ -152,7 +152,7 @@ class LinearCrossEntropy(Op):
         return _cost(node, products=3)
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
-        return _lower(node, self.ignore_index, self.chunk, self.softcap)
+        return _lower(target, node, self.ignore_index, self.chunk, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,9 @@ def _cost(node: Node, products: int) -> Cost:
     return Cost(rows * vocabulary * (2 * channels * products + 2 + products), touched(node))
 
 
-def _lower(node: Node, ignore_index: int, most: int | None, softcap: float | None) -> list[Launch]:
+def _lower(
+    target: Target, node: Node, ignore_index: int, most: int | None, softcap: float | None
+) -> list[Launch]:
     """Chunk by chunk: logits in float32, loss and lse, dlogits in their place, dx, and dweight.
 
     Beside bfloat16 a row of dlogits takes the first half of the memory of its logits.
@@ -251,7 +253,7 @@ def _lower(node: Node, ignore_index: int, most: int | None, softcap: float | Non
         labels = Slice(targets, start * 4, n * 4)
         dims = [n, vocabulary, ignore_index, height]
         launches += matmul_launches(
-            *(logits, part, weight, (n, vocabulary, channels), x.dtype, "float32"),
+            *(target, logits, part, weight, (n, vocabulary, channels), x.dtype, "float32"),
             transpose_b=True,
             packed=packed,
         )
@@ -275,6 +277,7 @@ def _lower(node: Node, ignore_index: int, most: int | None, softcap: float | Non
             launches.append(Launch(kernel, args, 1, dims, [softcap or 0.0], tasks=partials[i]))
         if dx is not None:
             launches += matmul_launches(
+                target,
                 Slice(dx, start * channels * size, n * channels * size),
                 *(logits, weight, (n, channels, vocabulary), x.dtype, dx.dtype),
                 a_stride=dlogits_stride,
@@ -282,7 +285,7 @@ def _lower(node: Node, ignore_index: int, most: int | None, softcap: float | Non
             )
         if dweight is not None:
             launches += matmul_launches(
-                *(dweight, logits, part, (vocabulary, channels, n), x.dtype, dweight.dtype),
+                *(target, dweight, logits, part, (vocabulary, channels, n), x.dtype, dweight.dtype),
                 transpose_a=True,
                 a_stride=dlogits_stride,
                 accumulate=i > 0 or bool(node.op.updates),

@@ -13,6 +13,7 @@ from treadle.errors import DTypeError
 from treadle.graph.op import (
     Arg,
     Cost,
+    Gpu,
     Launch,
     Node,
     Op,
@@ -25,6 +26,7 @@ from treadle.graph.op import (
     touched,
 )
 from treadle.graph.value import Spec, Value, itemsize, wide
+from treadle.ops import vendor
 from treadle.ops.elementwise import activation as activate
 from treadle.ops.elementwise import activation_reference, add, sum_leading
 from treadle.ops.tiles import matmul_tiles
@@ -170,7 +172,7 @@ class MatMul(Op):
         assert a is not None and b is not None
         y = node.outputs[0]
         return matmul_launches(
-            *(y, a, b, self.sizes(a.spec, b.spec), a.dtype, y.dtype),
+            *(target, y, a, b, self.sizes(a.spec, b.spec), a.dtype, y.dtype),
             transpose_a=self.transpose_a,
             transpose_b=self.transpose_b,
             bias=bias,
@@ -183,6 +185,7 @@ class MatMul(Op):
 
 
 def matmul_launches(
+    target: Target,
     y: Arg,
     a: Arg,
     b: Arg,
@@ -208,6 +211,21 @@ def matmul_launches(
     memory, to the next, where that is more than its row.  packed: memory for panels that products
     share which run one after another; it grows to what this one needs.
     """
+    if isinstance(target, Gpu) and target.vendor:
+        return vendor.matmul(
+            *(target, y, a, b, sizes, dtype, y_dtype),
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            a_stride=a_stride,
+            bias=bias,
+            activation=activation,
+            pre=pre,
+            residual=residual,
+            accumulate=accumulate,
+            gated=gated,
+        )
+    if isinstance(target, Gpu):
+        raise NotImplementedError("[matmul] has no kernels for a GPU")
     m, n, k = sizes
     a_strides = (1, a_stride or m) if transpose_a else (a_stride or k, 1)
     b_strides = (1, k) if transpose_b else (n, 1)
