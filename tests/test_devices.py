@@ -22,6 +22,7 @@ from treadle.cli import profile
 from treadle.errors import BackendError
 from treadle.graph.op import Gpu
 from treadle.graph.program import Program
+from treadle.ops.elementwise import scale
 from treadle.train.run import build_model
 
 Patch = pytest.MonkeyPatch
@@ -193,7 +194,8 @@ def test_out_of_device_memory_has_both_sizes() -> None:
 def test_memory_that_others_have_taken(monkeypatch: Patch) -> None:
     backend = opencl.OpenClBackend(pocl())
     cl, program = opencl.module(), Program()
-    program.buffer("small", (4,))
+    graph = program.graph("op")
+    graph.assign(program.buffer("y", (4,)), scale(graph.read(program.buffer("x", (4,))), 2.0))
 
     def refuse(*_: object) -> None:
         raise cl.MemoryError("clCreateBuffer failed: MEM_OBJECT_ALLOCATION_FAILURE")
