@@ -14,19 +14,22 @@ from treadle.graph.op import (
     Arg,
     Cost,
     Gpu,
+    Grid,
     Launch,
     Node,
     Op,
+    Slice,
     Target,
     Temp,
+    blocks,
     expect,
     expect_float,
     expect_same,
     suffixed,
     touched,
 )
-from treadle.graph.value import Spec, Value, itemsize, wide
-from treadle.ops import vendor
+from treadle.graph.value import SUFFIX, Spec, Value, itemsize, wide
+from treadle.ops import gpu_tiles, vendor
 from treadle.ops.elementwise import activation as activate
 from treadle.ops.elementwise import activation_reference, add, sum_leading
 from treadle.ops.tiles import matmul_tiles
@@ -224,20 +227,24 @@ def matmul_launches(
             accumulate=accumulate,
             gated=gated,
         )
-    if isinstance(target, Gpu):
-        raise NotImplementedError("[matmul] has no kernels for a GPU")
     m, n, k = sizes
     a_strides = (1, a_stride or m) if transpose_a else (a_stride or k, 1)
     b_strides = (1, k) if transpose_b else (n, 1)
     if n == 1 and bias is None:  # A as B, whose columns it then has, because few rows stream B
         a, b, m, n = b, a, 1, m
         a_strides, b_strides = (k, 1), (a_strides[1], a_strides[0])
+    flags = ACCUMULATE * accumulate + OUTPUT_FLOAT32 * (y_dtype == "float32") + GATED * gated
+    if isinstance(target, Gpu):
+        kind, panels = ACTIVATION_CODES[activation], packed or Temp(0, "packed")
+        return _gpu_launches(
+            *(target, Epilogue(y, pre, bias, residual, dtype, y_dtype, kind, flags)),
+            *(a, b, (m, n, k), a_strides, b_strides, panels),
+        )
     tiles = matmul_tiles(m, n, k, itemsize(dtype), a_strides)
     panels = None
     if tiles.packed_bytes:
         panels = packed or Temp(0, "packed")
         panels.nbytes = max(panels.nbytes, tiles.packed_bytes)
-    flags = ACCUMULATE * accumulate + OUTPUT_FLOAT32 * (y_dtype == "float32") + GATED * gated
     launches = []
     if panels is not None:
         shared, dims = a, [m, k, *a_strides, 0]
@@ -264,6 +271,99 @@ def matmul_launches(
         )
     )
     return launches
+
+
+# ---------------------------------------------------------------- on a GPU
+
+# Work-items of the kernel that adds parts of K, and the elements that each handles.
+COMBINE_ITEMS, COMBINE_EACH = 256, 4
+# A row of four elements is loaded and stored at once.
+VECTOR = 4
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What becomes of the sums; see matmul_launches. kind, flags: as linear.cl numbers them."""
+
+    y: Arg
+    pre: Arg
+    bias: Arg
+    residual: Arg
+    dtype: str
+    y_dtype: str
+    kind: int = 0
+    flags: int = 0
+
+    @property
+    def defines(self) -> tuple[tuple[str, str | int], ...]:
+        has = int(bool(self.kind))
+        return (("T", SUFFIX[self.dtype]), ("U", SUFFIX[self.y_dtype]), ("ACT", has))
+
+
+def _gpu_launches(
+    target: Gpu,
+    end: Epilogue,
+    a: Arg,
+    b: Arg,
+    sizes: tuple[int, int, int],
+    a_strides: tuple[int, int],
+    b_strides: tuple[int, int],
+    memory: Temp,
+) -> list[Launch]:
+    """The launches of one product on a GPU: sums, in parts of K where there are several, and then
+    these together. memory: for what lies between launches; it grows to what this product needs."""
+    m, n, k = sizes
+    parts, depth = gpu_tiles.parts_of_k(m, n, k)
+    if parts == 1:
+        return [_tiled(target, end, a, b, sizes, a_strides, b_strides, 1, depth)]
+    memory.nbytes = max(memory.nbytes, parts * m * n * 4)
+    partial = Slice(memory, 0, parts * m * n * 4)
+    sums = Epilogue(partial, None, None, None, end.dtype, "float32")
+    items = target.items(COMBINE_ITEMS)
+    groups = (blocks(m * n, items * COMBINE_EACH),)
+    combine = Launch(
+        "matmul_combine",
+        [end.y, end.pre, partial, end.bias, end.residual],
+        2,
+        [m * n, n, parts, end.kind, end.flags],
+        grids=[Grid("linear", groups, items, (*end.defines, ("COMBINE", 1)))],
+    )
+    return [_tiled(target, sums, a, b, sizes, a_strides, b_strides, parts, depth), combine]
+
+
+def _tiled(
+    target: Gpu,
+    end: Epilogue,
+    a: Arg,
+    b: Arg,
+    sizes: tuple[int, int, int],
+    a_strides: tuple[int, int],
+    b_strides: tuple[int, int],
+    parts: int,
+    depth: int,
+) -> Launch:
+    """The launch that computes tiles of y, or of its sums over each part of K."""
+    m, n, k = sizes
+    transpose_a, transpose_b = a_strides[1] != 1, b_strides[1] != 1
+    lda, ldb = max(a_strides), max(b_strides)
+    defines = (
+        *end.defines,
+        ("TA", int(transpose_a)),
+        ("TB", int(transpose_b)),
+        ("VA", int(lda % VECTOR == 0 and (m if transpose_a else k) % VECTOR == 0)),
+        ("VB", int(ldb % VECTOR == 0 and (k if transpose_b else n) % VECTOR == 0)),
+        ("VC", int(n % VECTOR == 0)),
+    )
+    return Launch(
+        "matmul",
+        [end.y, end.pre, a, b, end.bias, end.residual],
+        2,
+        [m, n, k, lda, ldb, depth, end.kind, end.flags],
+        grids=[
+            Grid("linear", (tile.groups(m, n), parts), tile.items, (*defines, *tile.defines()))
+            for tile in gpu_tiles.tiles(target, m, n, parts)
+        ],
+    )
 
 
 @dataclass(frozen=True)

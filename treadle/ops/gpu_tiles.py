@@ -1,0 +1,78 @@
+"""How a GPU cuts matrix multiplication: which kernel of linear.cl, in what tiles, and in how many
+parts of K.
+
+The parts follow from the shape alone, as do the chains in which products are added up; tiles are
+candidates, of which the fastest is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treadle.graph.op import Gpu, blocks
+
+# Products that are added one after another at most, so that long sums stay exact: a part of K.
+CHAIN = 2048
+# Shorter parts are made where there are fewer than GROUPS squares of SQUARE x SQUARE elements to
+# keep a device busy, but none below PART.
+GROUPS = 256
+SQUARE = 64
+PART = 128
+# What a part is a multiple of.
+PART_UNIT = 32
+
+
+def parts_of_k(m: int, n: int, k: int) -> tuple[int, int]:
+    """(parts, depth): K is summed in so many parts of at most `depth` each."""
+    squares = blocks(m, SQUARE) * blocks(n, SQUARE)
+    wanted = max(blocks(k, CHAIN), min(GROUPS // squares, k // PART), 1)
+    depth = max(1, blocks(blocks(k, wanted), PART_UNIT)) * PART_UNIT
+    return blocks(k, depth), depth
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A work-group's rows and columns of y, the depth of its slices, and a work-item's share."""
+
+    rows: int
+    columns: int
+    depth: int
+    each: tuple[int, int]
+
+    @property
+    def items(self) -> int:
+        return self.rows // self.each[0] * (self.columns // self.each[1])
+
+    @property
+    def local(self) -> int:
+        """Bytes of local memory: two slices of each operand."""
+        return 2 * self.depth * (self.rows + self.columns + 8) * 4
+
+    def groups(self, m: int, n: int) -> int:
+        return blocks(m, self.rows) * blocks(n, self.columns)
+
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        values = (self.rows, self.columns, self.depth, *self.each)
+        return tuple(zip(("BM", "BN", "BK", "TM", "TN"), values, strict=True))
+
+
+# From the largest down, and from how many work-groups on each is the best guess.
+TILES = (
+    (Tile(128, 128, 8, (8, 8)), 100),
+    (Tile(128, 64, 8, (8, 8)), 100),
+    (Tile(64, 64, 8, (8, 8)), 64),
+    (Tile(64, 64, 16, (4, 4)), 64),
+    (Tile(32, 32, 16, (4, 4)), 0),
+)
+CANDIDATES = 4
+
+
+def tiles(target: Gpu, m: int, n: int, parts: int) -> list[Tile]:
+    """Tiles to try, the best guess first."""
+    fitting = [
+        (tile, least)
+        for tile, least in TILES
+        if tile.items <= target.group and tile.local <= target.local
+    ]
+    busy = [tile for tile, least in fitting if tile.groups(m, n) * parts >= least]
+    return busy[:CANDIDATES]

@@ -1,0 +1,240 @@
+/* Matrix multiplication: y = epilogue(A B). See ops/linear.py for the equations, ops/gpu_tiles.py
+   for which kernel runs where, and how it is cut.
+
+   All ways to compute one shape add the products of an element in one order: fused multiply-adds
+   with k ascending, in chains whose ends follow from the shape; so a tile's size changes no bit.
+
+   T: dtype of A, B and pre.  U: of y and the residual.  ACT: whether there is an activation. */
+enum { ACCUMULATE = 1, GATED = 4 };
+
+/* ---------------------------------------------------------------- the epilogue */
+
+/* An element from its sum, bias included. residual and old: 0 where there is none. f is taken of
+   pre as it is stored, so that it can be computed again from there. */
+DEVICE float finished(float x, float residual, float old, int kind, int flags) {
+#if ACT
+    x = STORED(T, x);
+    x = flags & GATED ? activation(kind, residual) * x : activation(kind, x) + residual;
+#else
+    x += residual;
+#endif
+    return old + x;
+}
+
+/* One element, and four in a row, from their sums. at: in y; column: in bias. */
+DEVICE void finish(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *bias, GLOBAL const U *residual,
+                   i64 at, i64 column, float x, int kind, int flags) {
+    if (bias) x += bias[column];
+    if (pre) STORE(T, pre, at, x);
+    x = finished(x, residual ? LOAD(U, residual, at) : 0.0f,
+                 flags & ACCUMULATE ? LOAD(U, y, at) : 0.0f, kind, flags);
+    STORE(U, y, at, x);
+}
+
+DEVICE void finish4(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *bias,
+                    GLOBAL const U *residual, i64 at, i64 column, vec4 x, int kind, int flags) {
+    vec4 none = vec4_of(0.0f, 0.0f, 0.0f, 0.0f), r = none, old = none;
+    if (bias) x = add4(x, load4_f32(bias + column));
+    if (pre) STORE4(T, pre, at, x);
+    if (residual) r = LOAD4(U, residual, at);
+    if (flags & ACCUMULATE) old = LOAD4(U, y, at);
+    STORE4(U, y, at,
+           vec4_of(finished(x.x, r.x, old.x, kind, flags), finished(x.y, r.y, old.y, kind, flags),
+                   finished(x.z, r.z, old.z, kind, flags), finished(x.w, r.w, old.w, kind, flags)));
+}
+
+/* ---------------------------------------------------------------- parts of K */
+
+/* y from the sums over each part of K, [parts, M, N], which are added in order. */
+#ifdef COMBINE
+#define EACH 4
+KERNEL matmul_combine(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *partial,
+                      GLOBAL const float *bias, GLOBAL const U *residual, i64 n, i64 N, i64 parts,
+                      i64 kind, i64 flags) {
+    for (int j = 0; j < EACH; j++) {
+        i64 i = (GROUP_X * EACH + j) * GROUP + ITEM;
+        if (i >= n) return;
+        float x = partial[i];
+        for (i64 part = 1; part < parts; part++) x += partial[part * n + i];
+        finish(y, pre, bias, residual, i, i % N, x, (int)kind, (int)flags);
+    }
+}
+#endif
+
+/* ---------------------------------------------------------------- tiles in local memory */
+
+/* A work-group computes BM x BN elements, a work-item TM x TN of them in registers: blocks of 4 x 4,
+   far apart, so that neighbours read neighbouring local memory. BK deep slices of A and B pass
+   through local memory twice buffered: while one is multiplied the next is on its way.
+
+   TA: A lies as [K, M]. TB: B lies as [N, K]. VA, VB: whether four elements of A, B in a row are
+   loaded at once (its rows are multiples of four), VC: of y. */
+#ifdef BM
+#define NX (BN / TN)
+#define NY (BM / TM)
+#define LINE_A (BM + 4) /* keeps columns of a slice on different banks */
+#define LINE_B (BN + 4)
+#define HELD_A (BM * BK / 4 / GROUP)
+#define HELD_B (BN * BK / 4 / GROUP)
+#define BAND 8 /* rows of tiles that run together, because they read the same B */
+
+/* Where the work-item's element number `e` (with `four`, the first of four) of a slice lies: its
+   line and its k. along_k: whether neighbours in memory have neighbouring k. */
+#define LINE_OF(e, width, along_k, four)                                                          \
+    ((along_k) ? (e) / (BK / ((four) ? 4 : 1))                                                    \
+               : (e) % ((width) / ((four) ? 4 : 1)) * ((four) ? 4 : 1))
+#define K_OF(e, width, along_k, four)                                                             \
+    ((along_k) ? (e) % (BK / ((four) ? 4 : 1)) * ((four) ? 4 : 1)                                 \
+               : (e) / ((width) / ((four) ? 4 : 1)))
+
+/* An element of a slice, 0 outside the operand. */
+DEVICE float element(GLOBAL const T *x, int stride, int lines, int depth, int e, const int width,
+                     const int along_k) {
+    int line = LINE_OF(e, width, along_k, 0), k = K_OF(e, width, along_k, 0);
+    if (line >= lines || k >= depth) return 0.0f;
+    return LOAD(T, x, along_k ? line * stride + k : k * stride + line);
+}
+
+/* The work-item's part of a slice, from global memory. x: the slice's first element; lines, depth:
+   what is left of the operand from there on. */
+DEVICE void fetch(vec4 *held, const int count, GLOBAL const T *x, int stride, int lines, int depth,
+                  const int width, const int along_k, const int four) {
+    UNROLL for (int j = 0; j < count; j++) {
+        if (four) {
+            int e = j * GROUP + ITEM;
+            int line = LINE_OF(e, width, along_k, 1), k = K_OF(e, width, along_k, 1);
+            held[j] = vec4_of(0.0f, 0.0f, 0.0f, 0.0f);
+            if (line < lines && k < depth)
+                held[j] = LOAD4(T, x, along_k ? line * stride + k : k * stride + line);
+        } else {
+            int e = 4 * j * GROUP + ITEM;
+            held[j] = vec4_of(element(x, stride, lines, depth, e, width, along_k),
+                              element(x, stride, lines, depth, e + GROUP, width, along_k),
+                              element(x, stride, lines, depth, e + 2 * GROUP, width, along_k),
+                              element(x, stride, lines, depth, e + 3 * GROUP, width, along_k));
+        }
+    }
+}
+
+#define PLACE(e) K_OF(e, width, along_k, 0) * (width + 4) + LINE_OF(e, width, along_k, 0)
+
+/* The same part into local memory, [BK][width + 4]. */
+DEVICE void place(LOCAL_ARG float *slice, const vec4 *held, const int count, const int width,
+                  const int along_k, const int four) {
+    UNROLL for (int j = 0; j < count; j++) {
+        if (four) {
+            int e = j * GROUP + ITEM;
+            int line = LINE_OF(e, width, along_k, 1), k = K_OF(e, width, along_k, 1);
+            LOCAL_ARG float *to = slice + k * (width + 4) + line;
+            if (along_k) {
+                to[0] = held[j].x;
+                to[width + 4] = held[j].y;
+                to[2 * (width + 4)] = held[j].z;
+                to[3 * (width + 4)] = held[j].w;
+            } else {
+                store4_local(to, held[j]);
+            }
+        } else {
+            int e = 4 * j * GROUP + ITEM;
+            slice[PLACE(e)] = held[j].x;
+            slice[PLACE(e + GROUP)] = held[j].y;
+            slice[PLACE(e + 2 * GROUP)] = held[j].z;
+            slice[PLACE(e + 3 * GROUP)] = held[j].w;
+        }
+    }
+}
+
+/* Groups: x tiles of y, y parts of K of `depth` each; with more than one, y is [parts, M, N]. */
+KERNEL matmul(GLOBAL U *y, GLOBAL T *pre, GLOBAL const T *a, GLOBAL const T *b,
+              GLOBAL const float *bias, GLOBAL const U *residual, i64 M, i64 N, i64 K, i64 lda,
+              i64 ldb, i64 depth, i64 kind, i64 flags) {
+    LOCAL float slice_a[2 * BK * LINE_A];
+    LOCAL float slice_b[2 * BK * LINE_B];
+    vec4 held_a[HELD_A], held_b[HELD_B];
+    float sum[TM][TN];
+
+    const int tiles_m = (int)((M + BM - 1) / BM), tiles_n = (int)((N + BN - 1) / BN);
+    const int tile = (int)GROUP_X, band = tile / (BAND * tiles_n);
+    const int high = tiles_m - band * BAND < BAND ? tiles_m - band * BAND : BAND;
+    const int in_band = tile - band * BAND * tiles_n;
+    const i64 row = (i64)(band * BAND + in_band % high) * BM, column = (i64)(in_band / high) * BN;
+
+    /* A warp of 32 work-items is 4 rows of 8. */
+    const int tx = NX < 8 ? ITEM % NX : ITEM % 8 + ITEM / 32 % (NX / 8) * 8;
+    const int ty = NX < 8 ? ITEM / NX : ITEM / 8 % 4 + ITEM / (4 * NX) * 4;
+
+    const i64 k0 = GROUP_Y * depth;
+    int left = (int)(K - k0 < depth ? K - k0 : depth);
+    const int rows = (int)(M - row < BM ? M - row : BM);
+    const int columns = (int)(N - column < BN ? N - column : BN);
+    a += TA ? k0 * lda + row : row * lda + k0;
+    b += TB ? column * ldb + k0 : k0 * ldb + column;
+    const i64 step_a = TA ? BK * lda : BK, step_b = TB ? BK : BK * ldb;
+
+    UNROLL for (int i = 0; i < TM; i++) {
+        UNROLL for (int j = 0; j < TN; j++) sum[i][j] = 0.0f;
+    }
+    fetch(held_a, HELD_A, a, (int)lda, rows, left, BM, !TA, VA);
+    fetch(held_b, HELD_B, b, (int)ldb, columns, left, BN, TB, VB);
+    place(slice_a, held_a, HELD_A, BM, !TA, VA);
+    place(slice_b, held_b, HELD_B, BN, TB, VB);
+    BARRIER();
+    for (int buffer = 0; left > 0; left -= BK, buffer ^= 1) {
+        const int more = left > BK;
+        if (more) {
+            a += step_a;
+            b += step_b;
+            fetch(held_a, HELD_A, a, (int)lda, rows, left - BK, BM, !TA, VA);
+            fetch(held_b, HELD_B, b, (int)ldb, columns, left - BK, BN, TB, VB);
+        }
+        LOCAL_ARG const float *from_a = slice_a + buffer * BK * LINE_A + 4 * ty;
+        LOCAL_ARG const float *from_b = slice_b + buffer * BK * LINE_B + 4 * tx;
+        UNROLL for (int k = 0; k < BK; k++) {
+            float of_a[TM], of_b[TN];
+            UNROLL for (int i = 0; i < TM; i += 4) {
+                vec4 four = load4_local(from_a + k * LINE_A + i * NY);
+                of_a[i] = four.x;
+                of_a[i + 1] = four.y;
+                of_a[i + 2] = four.z;
+                of_a[i + 3] = four.w;
+            }
+            UNROLL for (int j = 0; j < TN; j += 4) {
+                vec4 four = load4_local(from_b + k * LINE_B + j * NX);
+                of_b[j] = four.x;
+                of_b[j + 1] = four.y;
+                of_b[j + 2] = four.z;
+                of_b[j + 3] = four.w;
+            }
+            UNROLL for (int i = 0; i < TM; i++) {
+                UNROLL for (int j = 0; j < TN; j++) sum[i][j] = fma(of_a[i], of_b[j], sum[i][j]);
+            }
+        }
+        if (more) {
+            place(slice_a + (buffer ^ 1) * BK * LINE_A, held_a, HELD_A, BM, !TA, VA);
+            place(slice_b + (buffer ^ 1) * BK * LINE_B, held_b, HELD_B, BN, TB, VB);
+        }
+        BARRIER();
+    }
+
+    y += GROUP_Y * M * N;
+    UNROLL for (int i = 0; i < TM; i++) {
+        const i64 r = row + i / 4 * 4 * NY + 4 * ty + i % 4;
+        if (r >= M) continue;
+        UNROLL for (int j = 0; j < TN; j += 4) {
+            const i64 c = column + j * NX + 4 * tx, at = r * N + c;
+            if (VC) {
+                if (c < N)
+                    finish4(y, pre, bias, residual, at, c,
+                            vec4_of(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]),
+                            (int)kind, (int)flags);
+            } else {
+                UNROLL for (int l = 0; l < 4; l++) {
+                    if (c + l < N)
+                        finish(y, pre, bias, residual, at + l, c + l, sum[i][j + l], (int)kind,
+                               (int)flags);
+                }
+            }
+        }
+    }
+}
+#endif
