@@ -194,20 +194,38 @@ def pointwise(
     writes: int,
     dims: Sequence[int],
     nums: Sequence[float] = (),
+    merges: bool = False,
 ) -> list[Launch]:
     """The launch of a kernel that computes dims[0] elements, each from its own place in the
     tensors.
 
-    dtypes: of the kernel, T and then U of its source for a GPU.
+    dtypes: of the kernel, T and then U of its source for a GPU.  merges: see Launch.
     """
     n = dims[0]
     if isinstance(target, Gpu):
         defines = tuple(zip("TU", (SUFFIX[d] for d in dtypes), strict=False))
         items = target.items(ITEMS)
         grid = Grid(source, (blocks(n, items * EACH),), items, defines)
-        return [Launch(kernel, args, writes, dims, nums, grids=[grid])]
+        return [Launch(kernel, args, writes, dims, nums, grids=[grid], merges=merges)]
     name = "_".join([kernel, *(SUFFIX[d] for d in dtypes)])
     return [Launch(name, args, writes, dims, nums, tasks=blocks(n))]
+
+
+# Vectors of a row that one work-item takes, where the row is long enough.
+VECTORS = 4
+
+
+def row_grid(
+    target: Gpu, source: str, dtypes: Sequence[str], rows: int, columns: int, each: int = VECTORS
+) -> Grid:
+    """How a kernel runs that takes rows [rows, columns], LANES work-items a row, each with about
+    `each` vectors of VEC elements; dtypes as in `pointwise`. See kernels/gpu.clh."""
+    vec = 4 if columns % 4 == 0 else 1
+    items = target.items(ITEMS)
+    lanes = min(items, 1 << (blocks(columns, vec * each) - 1).bit_length())
+    defines = tuple(zip("TU", (SUFFIX[d] for d in dtypes), strict=False))
+    shape = (("VEC", vec), ("LANES", lanes))
+    return Grid(source, (blocks(rows, items // lanes),), items, (*defines, *shape))
 
 
 # ---------------------------------------------------------------- graph

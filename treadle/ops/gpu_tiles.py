@@ -22,10 +22,12 @@ PART = 128
 PART_UNIT = 32
 
 
-def parts_of_k(m: int, n: int, k: int) -> tuple[int, int]:
+def parts_of_k(target: Gpu, m: int, n: int, k: int) -> tuple[int, int]:
     """(parts, depth): K is summed in so many parts of at most `depth` each."""
     squares = blocks(m, SQUARE) * blocks(n, SQUARE)
-    wanted = max(blocks(k, CHAIN), min(GROUPS // squares, k // PART), 1)
+    wanted = blocks(k, CHAIN)
+    if target.vector == 1:
+        wanted = max(wanted, min(GROUPS // squares, k // PART))
     depth = max(1, blocks(blocks(k, wanted), PART_UNIT)) * PART_UNIT
     return blocks(k, depth), depth
 
@@ -76,3 +78,33 @@ def tiles(target: Gpu, m: int, n: int, parts: int) -> list[Tile]:
     ]
     busy = [tile for tile, least in fitting if tile.groups(m, n) * parts >= least]
     return busy[:CANDIDATES]
+
+
+# ---------------------------------------------------------------- processors
+
+# The vector kernel's panels of A have so many rows for each length of a vector (its registers are
+# twice as many, and the two of B), those of B two vectors; it packs PACK_BLOCK of K at a time.
+PANEL_ROWS = {4: 6, 8: 6, 16: 12}
+PACK_BLOCK = 256
+# Rows that a work-group computes with one panel of B, fewer where there would be too few groups.
+STRIP_ROWS = 96
+STRIP_GROUPS = 32
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A processor's cut: `vector` floats of a register, `rows` of a panel of A, `columns` of one
+    of B, and strips of `strip` panels of A."""
+
+    vector: int
+    rows: int
+    columns: int
+    strip: int
+
+
+def panels(target: Gpu, m: int, n: int) -> Panels:
+    vector = max(v for v in PANEL_ROWS if v <= max(target.vector, min(PANEL_ROWS)))
+    rows, columns = PANEL_ROWS[vector], 2 * vector
+    high, across = blocks(m, rows), blocks(n, columns)
+    strips = max(blocks(high, STRIP_ROWS // rows), min(high, STRIP_GROUPS // across))
+    return Panels(vector, rows, columns, blocks(high, strips))

@@ -238,3 +238,88 @@ KERNEL matmul(GLOBAL U *y, GLOBAL T *pre, GLOBAL const T *a, GLOBAL const T *b,
     }
 }
 #endif
+
+/* ---------------------------------------------------------------- processors */
+
+/* On a processor a work-item is a thread of a loop, and registers are vectors of VL floats: it
+   computes ROWS x (2 vectors) at a time, from panels, which hold for each k the ROWS elements of A
+   or the 2 VL of B. There is one to a work-group, since barriers and local memory gain nothing. */
+#ifdef VL
+#define WIDE (2 * VL)
+#define CHAIN 256 /* products that are added one after another */
+
+/* panels[panel][K][width] from lines of K elements each, zeros after the last line. Groups: x
+   panels, y blocks of PACK_BLOCK of K. */
+#define PACK_BLOCK 256
+KERNEL matmul_pack(GLOBAL float *panels, GLOBAL const T *x, i64 lines, i64 K, i64 line_stride,
+                   i64 k_stride) {
+    const i64 first = GROUP_X * WIDTH, k0 = GROUP_Y * PACK_BLOCK;
+    const int depth = (int)(K - k0 < PACK_BLOCK ? K - k0 : PACK_BLOCK);
+    const int width = (int)(lines - first < WIDTH ? lines - first : WIDTH);
+    x += first * line_stride + k0 * k_stride;
+    panels += (GROUP_X * K + k0) * WIDTH;
+    if (width == WIDTH && line_stride == 1) {
+        for (int k = 0; k < depth; k++) {
+            UNROLL for (int i = 0; i < WIDTH; i++) panels[k * WIDTH + i] = LOAD(T, x, k * k_stride + i);
+        }
+    } else if (width == WIDTH) {
+        for (int k = 0; k < depth; k++) {
+            UNROLL for (int i = 0; i < WIDTH; i++)
+                panels[k * WIDTH + i] = LOAD(T, x, i * line_stride + k * k_stride);
+        }
+    } else {
+        for (int k = 0; k < depth; k++) {
+            for (int i = 0; i < WIDTH; i++)
+                panels[k * WIDTH + i] =
+                    i < width ? LOAD(T, x, i * line_stride + k * k_stride) : 0.0f;
+        }
+    }
+}
+
+/* Groups: x panels of B, y strips of `strip` panels of A, z parts of K of `depth` each; with more
+   than one, y is [parts, M, N]. */
+#ifdef ROWS
+KERNEL matmul_panels(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *a, GLOBAL const float *b,
+                     GLOBAL const float *bias, GLOBAL const U *residual, i64 M, i64 N, i64 K,
+                     i64 strip, i64 depth, i64 kind, i64 flags) {
+    const i64 column = GROUP_X * WIDE, k0 = GROUP_Z * depth, k1 = K - k0 < depth ? K : k0 + depth;
+    const int columns = (int)(N - column < WIDE ? N - column : WIDE);
+    b += GROUP_X * K * WIDE;
+    y += GROUP_Z * M * N;
+    for (i64 panel = GROUP_Y * strip; panel < (GROUP_Y + 1) * strip && panel * ROWS < M; panel++) {
+        vecv total[ROWS][2];
+        for (i64 k = k0; k < k1;) {
+            const int chain = (int)(k1 - k < CHAIN ? k1 - k : CHAIN);
+            GLOBAL const float *from_a = a + (panel * K + k) * ROWS, *from_b = b + k * WIDE;
+            vecv sum[ROWS][2];
+            UNROLL for (int i = 0; i < ROWS; i++) sum[i][0] = sum[i][1] = splat(0.0f);
+            for (int l = 0; l < chain; l++, from_a += ROWS, from_b += WIDE) {
+                const vecv b0 = load_vec(from_b), b1 = load_vec(from_b + VL);
+                UNROLL for (int i = 0; i < ROWS; i++) {
+                    const vecv ai = splat(from_a[i]);
+                    sum[i][0] = fma_vec(ai, b0, sum[i][0]);
+                    sum[i][1] = fma_vec(ai, b1, sum[i][1]);
+                }
+            }
+            UNROLL for (int i = 0; i < ROWS; i++) {
+                total[i][0] = k == k0 ? sum[i][0] : add_vec(total[i][0], sum[i][0]);
+                total[i][1] = k == k0 ? sum[i][1] : add_vec(total[i][1], sum[i][1]);
+            }
+            k += chain;
+        }
+        float sums[ROWS * WIDE];
+        UNROLL for (int i = 0; i < ROWS; i++) {
+            store_vec(sums + i * WIDE, total[i][0]);
+            store_vec(sums + i * WIDE + VL, total[i][1]);
+        }
+        const i64 row = panel * ROWS;
+        const int rows = (int)(M - row < ROWS ? M - row : ROWS);
+        for (int i = 0; i < rows; i++) {
+            for (int j = 0; j < columns; j++)
+                finish(y, pre, bias, residual, (row + i) * N + column + j, column + j,
+                       sums[i * WIDE + j], (int)kind, (int)flags);
+        }
+    }
+}
+#endif
+#endif

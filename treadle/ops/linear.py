@@ -28,6 +28,7 @@ from treadle.graph.op import (
     suffixed,
     touched,
 )
+from treadle.graph.plan import GPU_ALIGN, align
 from treadle.graph.value import SUFFIX, Spec, Value, itemsize, wide
 from treadle.ops import gpu_tiles, vendor
 from treadle.ops.elementwise import activation as activate
@@ -313,12 +314,50 @@ def _gpu_launches(
     """The launches of one product on a GPU: sums, in parts of K where there are several, and then
     these together. memory: for what lies between launches; it grows to what this product needs."""
     m, n, k = sizes
-    parts, depth = gpu_tiles.parts_of_k(m, n, k)
+    parts, depth = gpu_tiles.parts_of_k(target, m, n, k)
+    used = 0
+
+    def part_of_memory(nbytes: int) -> Slice:
+        nonlocal used
+        found = Slice(memory, used, nbytes)
+        used = align(used + nbytes, GPU_ALIGN)
+        memory.nbytes = max(memory.nbytes, used)
+        return found
+
+    launches, sums = [], end
+    partial: Arg = None
+    if parts > 1:
+        partial = part_of_memory(parts * m * n * 4)
+        sums = Epilogue(partial, None, None, None, end.dtype, "float32")
+    if target.vector > 1:
+        cut = gpu_tiles.panels(target, m, n)
+        operands = ((a, m, a_strides, cut.rows), (b, n, b_strides[::-1], cut.columns))
+        packed = [part_of_memory(align(lines, width) * k * 4) for _, lines, _, width in operands]
+        for panels, (source, lines, strides, width) in zip(packed, operands, strict=True):
+            groups = (blocks(lines, width), blocks(k, gpu_tiles.PACK_BLOCK))
+            defines = (*end.defines, ("VL", cut.vector), ("WIDTH", width))
+            grid = Grid("linear", groups, 1, defines)
+            dims = [lines, k, *strides]
+            launches.append(Launch("matmul_pack", [panels, source], 1, dims, grids=[grid]))
+        groups = (blocks(n, cut.columns), blocks(m, cut.rows * cut.strip), parts)
+        launches.append(
+            Launch(
+                "matmul_panels",
+                [sums.y, sums.pre, *packed, sums.bias, sums.residual],
+                2,
+                [m, n, k, cut.strip, depth, sums.kind, sums.flags],
+                grids=[
+                    Grid(
+                        *("linear", groups, 1),
+                        (*sums.defines, ("VL", cut.vector), ("WIDTH", 1), ("ROWS", cut.rows)),
+                    )
+                ],
+            )
+        )
+    else:
+        launches.append(_tiled(target, sums, a, b, sizes, a_strides, b_strides, parts, depth))
     if parts == 1:
-        return [_tiled(target, end, a, b, sizes, a_strides, b_strides, 1, depth)]
-    memory.nbytes = max(memory.nbytes, parts * m * n * 4)
-    partial = Slice(memory, 0, parts * m * n * 4)
-    sums = Epilogue(partial, None, None, None, end.dtype, "float32")
+        return launches
     items = target.items(COMBINE_ITEMS)
     groups = (blocks(m * n, items * COMBINE_EACH),)
     combine = Launch(
@@ -328,7 +367,7 @@ def _gpu_launches(
         [m * n, n, parts, end.kind, end.flags],
         grids=[Grid("linear", groups, items, (*end.defines, ("COMBINE", 1)))],
     )
-    return [_tiled(target, sums, a, b, sizes, a_strides, b_strides, parts, depth), combine]
+    return [*launches, combine]
 
 
 def _tiled(
