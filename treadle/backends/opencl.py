@@ -8,6 +8,7 @@ list of enqueues on one queue that runs in order.
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ from treadle.graph.program import Memory, Program, memory
 from treadle.graph.value import STORAGE, from_bfloat16, to_bfloat16
 
 INSTEAD = "or use --device cpu"
+LEAST = (1, 2)  # version of OpenCL
 # Host arrays up to so many bytes are sent without waiting for the device.
 SMALL_BYTES = 1 << 20
 
@@ -39,7 +41,7 @@ def module() -> Any:
     os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # kernel_cache.py does that
     try:
         import pyopencl
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise BackendError(
             f"--device opencl needs pyopencl ({error}): pip install 'treadle[opencl]', {INSTEAD}"
         ) from None
@@ -109,13 +111,14 @@ def choose(name: str) -> Any:
         raise BackendError(f"OpenCL shows no device ({shown}), {INSTEAD}")
     if not wanted:
         return found[0]
-    if wanted.isdigit() and int(wanted) < len(found):
-        return found[int(wanted)]
-    for device in found:
-        if wanted.lower() in f"{device.name} {device.platform.name}".lower():
+    for i, device in enumerate(found):
+        names = f"{device.name} {device.platform.name}".lower()
+        if int(wanted) == i if wanted.isdigit() else wanted.lower() in names:
             return device
     listed = ", ".join(f"{i}: {d.name.strip()}" for i, d in enumerate(found))
-    raise BackendError(f"there is no OpenCL device {wanted!r}; there are {listed}")
+    raise BackendError(
+        f"there is no OpenCL device {wanted!r}; choose among {listed} (treadle devices), {INSTEAD}"
+    )
 
 
 def _limit(variable: str, most: int) -> int:
@@ -139,6 +142,12 @@ class OpenClBackend(Backend):
     def __init__(self, device: str = "opencl") -> None:
         cl = module()
         self.device = choose(device)
+        version = re.match(r"OpenCL (\d+)\.(\d+)", self.device.version)
+        if version and (int(version[1]), int(version[2])) < LEAST:
+            raise BackendError(
+                f"{self.device.name.strip()} has OpenCL {version[1]}.{version[2]} only, and 1.2 is "
+                f"needed; update its driver, {INSTEAD}"
+            )
         try:
             self.context = cl.Context([self.device])
             self.queue = cl.CommandQueue(self.context)
@@ -232,7 +241,7 @@ class OpenClExecutable(Executable):
             for piece in self._pieces:
                 cl.enqueue_fill_buffer(self.queue, piece, np.zeros(1, np.uint32), 0, piece.size)
             self.queue.finish()
-        except (cl.MemoryError, cl.RuntimeError) as error:
+        except cl.Error as error:
             raise self._failed(error) from error
         self._nodes = {n: [c.nodes for c in found] for n, found in calls.items()}
         self._sent: list[np.ndarray] = []
