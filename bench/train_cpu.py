@@ -376,7 +376,8 @@ COLUMNS: list[common.Column] = [
 
 
 def main() -> None:
-    made = common.parser("A CPU training step, side by side.", list(PRESETS), seconds=1.0)
+    small = [name for name in PRESETS if name not in common.LARGE]
+    made = common.parser("A CPU training step, side by side.", small, seconds=1.0)
     made.add_argument("--llmc", type=Path, metavar="PATH", help="a built train_gpt2 of llm.c")
     options, setting = common.parse(made)
     report = common.header(setting, torch=version("torch"))

@@ -25,6 +25,7 @@ ALLOWED = {
     "data": {"config", "files"},
     "cases": {"graph", "ops"},
     "checks": {"cases", "graph", "ops", "backends"},
+    "measure": {"graph", "ops", "backends"},
     "generate": {"config", "data", "graph", "ops", "passes", "models", "backends", "files"},
     "train": {
         "config",

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from gpu_device import opencl
 from treadle import checks
 from treadle.backends.cpu import CpuBackend, available, instruction_sets
 from treadle.cases import Case, all_cases
@@ -31,3 +32,12 @@ def test_backend_symmetry(case: Case, dtype: str) -> None:
     results = checks.symmetries(case, [CpuBackend(2, isa) for isa in INSTRUCTION_SETS], dtype)
     for isa, result in zip(INSTRUCTION_SETS, results, strict=True):
         assert result.ok, f"{isa}: error {result.error:.2e} above {result.limit:.2e}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.title)
+def test_opencl_symmetry(case: Case, dtype: str) -> None:
+    if dtype not in case.dtypes:
+        pytest.skip(f"no {dtype} kernel")
+    result = checks.symmetry(case, opencl(), dtype)
+    assert result.ok, f"error {result.error:.2e} above {result.limit:.2e}"

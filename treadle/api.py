@@ -66,7 +66,8 @@ class LanguageModel:
     """A model with its weights and its tokenizer.
 
     weights: float32 arrays by parameter name; fresh ones from `seed` when None.
-    device: "auto", "cpu" or "numpy"; threads: of the CPU, all physical cores when None.
+    device: "auto", "cpu", "numpy", or a GPU by its name in `treadle devices`, such as "opencl:0";
+    threads: of the CPU, all physical cores when None.
     """
 
     def __init__(

@@ -225,7 +225,10 @@ def _norm() -> list[Case]:
 
     rows = []
     grad, weight_grad = norm.LayerNormGrad(), norm.LayerNormWeightGrad()
-    shapes = ((1, 1), (31, 1), (2, 3, 33), (33, 31), (65, 123), (130, 257), (3, 4099), (4099, 5))
+    shapes = (
+        *((1, 1), (31, 1), (2, 3, 33), (33, 31), (65, 123), (37, 132), (130, 257)),
+        *((3, 4099), (4099, 5)),
+    )
     for shape in shapes:
         c = shape[-1:]
         rows.append(Case(norm.LayerNorm(), [shape, c], gradient=True, outputs=(0,)))
@@ -266,7 +269,10 @@ def _norm() -> list[Case]:
 
 def _embedding() -> list[Case]:
     rows = []
-    sizes = ((1, 1, 1, 1), (2, 31, 33, 31), (3, 33, 5, 123), (1, 123, 4099, 33), (5, 65, 31, 257))
+    sizes = (
+        *((1, 1, 1, 1), (2, 31, 33, 31), (3, 33, 5, 123), (1, 123, 4099, 33), (5, 65, 31, 257)),
+        (3, 67, 31, 36),
+    )
     for batch, time, vocabulary, channels in sizes:
         tables = [(vocabulary, channels), (time + 2, channels)]
         y = (batch, time, channels)
@@ -293,6 +299,8 @@ def _embedding() -> list[Case]:
         rows.append(Case(SelectRow(), [y, index], note=" each"))
     many = Input((2, 4099), "int32", integers(0, 50257))
     rows.append(Case(EmbeddingGrad(50257), [many, (2, 4099, 3)]))
+    few = Input((3, 4099), "int32", integers(-1, 3))
+    rows.append(Case(EmbeddingGrad(3), [few, (3, 4099, 4)]))
     return rows
 
 
@@ -312,7 +320,16 @@ def _loss() -> list[Case]:
     rows = []
     op, grad = loss.CrossEntropy(), loss.CrossEntropyGrad()
     dloss = Input((), "float32", constant(0.37))
-    for shape in ((1, 1), (31, 31), (2, 3, 33), (123, 65), (300, 5), (3, 4099), (2, 9001)):
+    for shape in (
+        (1, 1),
+        (31, 31),
+        (2, 3, 33),
+        (123, 65),
+        (300, 5),
+        (31, 36),
+        (3, 4099),
+        (2, 9001),
+    ):
         for note, make in (
             ("", integers(0, shape[-1])),
             (" some ignored", integers(-2, shape[-1] + 1)),
@@ -349,6 +366,7 @@ def _classifier() -> list[Case]:
         ((3, 4), 4099, 5, 5),
         ((300,), 31, 123, 128),
         ((33,), 257, 530, None),
+        ((600,), 36, 20, 256),
     )
     for shape, vocabulary, channels, chunk in sizes:
         x, weight = (*shape, channels), (vocabulary, channels)

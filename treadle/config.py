@@ -274,7 +274,9 @@ class TrainConfig(_Section):
         "hf:NAME; its sizes and its tokenizer come from there.",
     )
     seed: Seed = _key(1337, "Seed of the initial weights, the data order, dropout and samples.")
-    device: Device = _key("auto", "Where to compute; auto takes the fastest.")
+    device: Device = _key(
+        "auto", "Where to compute, as `treadle devices` lists it; auto takes the fastest."
+    )
     threads: Count | None = _key(
         None, "CPU threads; null takes OMP_NUM_THREADS, else the physical cores."
     )

@@ -5,36 +5,48 @@ from __future__ import annotations
 from treadle.backends.base import Backend
 from treadle.errors import BackendError
 
-NAMES = ("auto", "cpu", "numpy", "opencl[:N|:NAME]")
+NAMES = ("auto", "cpu", "numpy", "opencl[:N|:NAME]", "cuda[:N]")
 
 
 def select(device: str = "auto", threads: int | None = None) -> tuple[Backend, str]:
     """The backend for a device name, and why it was chosen.
 
-    "auto" takes the C kernels, and falls back to the NumPy reference, with a notice, where they
-    were not built. A device asked for by name is that device or a BackendError.
+    "auto" takes the C kernels, or the NumPy reference where they were not built, unless a graphics
+    processor has won a comparison with them (auto.py). A device asked for by name is that device or
+    a BackendError.
     """
+    if device != "auto":
+        return named(device, threads), "asked for"
+    from treadle.backends import auto
+
+    choice = auto.choose()
+    try:
+        return named(choice.device, threads), choice.why
+    except BackendError as error:
+        if choice.device == auto.host():
+            raise
+        return named(auto.host(), threads), f"{choice.device} does not start: {error}"
+
+
+def named(device: str, threads: int | None = None) -> Backend:
+    """The backend for a device name other than "auto"; BackendError where there is none."""
     kind = device.partition(":")[0]
-    if kind == "numpy":
+    if device == "numpy":
         from treadle.backends.numpy import NumpyBackend
 
-        return NumpyBackend(), "asked for"
+        return NumpyBackend()
+    if device == "cpu":
+        from treadle.backends.cpu import CpuBackend
+
+        return CpuBackend(threads)
     if kind == "opencl":
         from treadle.backends.opencl import OpenClBackend
 
-        return OpenClBackend(device), "asked for"
-    if kind in ("cpu", "auto"):
-        from treadle.backends import cpu
+        return OpenClBackend(device)
+    if kind == "cuda":
+        from treadle.backends.cuda import CudaBackend
 
-        if kind == "cpu" or cpu.available():
-            return cpu.CpuBackend(
-                threads
-            ), "asked for" if kind == "cpu" else "the kernels are built"
-        from treadle.backends.numpy import NumpyBackend
-
-        return NumpyBackend(), (
-            "the C kernels are not built: install gcc or clang and reinstall for a much faster run"
-        )
+        return CudaBackend(device)
     raise BackendError(
         f"train.device: {device!r} is not available in this version; one of {', '.join(NAMES)}"
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from treadle.backends import kernel_cache
 from treadle.errors import BackendError
 from treadle.graph.op import Grid, Launch, Node
 from treadle.graph.plan import GPU_ALIGN, Place, Plan, align
@@ -184,3 +187,62 @@ def arena_pieces(plans: Iterable[Plan], allocation: int | None) -> list[int]:
     total = max(GPU_ALIGN, *(p.arena_bytes for p in plans))
     step = allocation or total
     return [min(step, total - at) for at in range(0, total, step)]
+
+
+# ---------------------------------------------------------------- measured choices
+
+# Measured calls run so often in a row; the best of ROUNDS counts.
+REPEATS, ROUNDS = 3, 3
+
+
+def fastest(enqueue: Callable[[], object], finish: Callable[[], object]) -> float:
+    """Seconds that a call takes, after one that does not count."""
+    enqueue()
+    best = float("inf")
+    for _ in range(ROUNDS):
+        finish()
+        start = time.perf_counter()
+        for _ in range(REPEATS):
+            enqueue()
+        finish()
+        best = min(best, (time.perf_counter() - start) / REPEATS)
+    return best
+
+
+class Tuning:
+    """The fastest of several grids, which give the same bits: measured once for each kernel and
+    its sizes, and kept in the cache. TREADLE_TUNE=0 takes the first instead.
+
+    measure: the seconds that a call takes with a grid.
+    """
+
+    def __init__(
+        self, dialect: str, identity: dict[str, str], measure: Callable[[Call, Grid], float]
+    ) -> None:
+        self.dialect, self.measure = dialect, measure
+        self.device = kernel_cache.digest(*identity.values())
+        self.measures = os.environ.get("TREADLE_TUNE") != "0"
+        self.known: dict[str, dict[str, int]] = {}
+        self.found: dict[str, dict[str, int]] = {}
+
+    def choose(self, call: Call) -> int:
+        """The index of the grid to use."""
+        if not self.measures:
+            return 0
+        sources = [source(self.dialect, g) for g in call.grids]
+        file = f"choices-{kernel_cache.digest(self.device, *sources)}.json"
+        if file not in self.known:
+            self.known[file] = kernel_cache.load_choices(file)
+        present = "".join("-" if m is None else "+" for m in call.memory)
+        key = " ".join([call.launch.kernel, present, *map(str, call.dims)])
+        if key not in self.known[file]:
+            times = [self.measure(call, g) for g in call.grids]
+            self.known[file][key] = times.index(min(times))
+            self.found.setdefault(file, {})[key] = self.known[file][key]
+        best = self.known[file][key]
+        return best if best < len(call.grids) else 0
+
+    def save(self) -> None:
+        """Keep what was measured."""
+        for file, choices in self.found.items():
+            kernel_cache.store_choices(file, choices)

@@ -8,6 +8,7 @@ list of enqueues on one queue that runs in order.
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
 from collections.abc import Iterable
@@ -26,8 +27,7 @@ from treadle.graph.program import Memory, Program, memory
 from treadle.graph.value import STORAGE, from_bfloat16, to_bfloat16
 
 INSTEAD = "or use --device cpu"
-# Measured calls run so often in a row; the best of ROUNDS counts.
-REPEATS, ROUNDS = 3, 3
+LEAST = (1, 2)  # version of OpenCL
 # Host arrays up to so many bytes are sent without waiting for the device.
 SMALL_BYTES = 1 << 20
 
@@ -41,7 +41,7 @@ def module() -> Any:
     os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # kernel_cache.py does that
     try:
         import pyopencl
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise BackendError(
             f"--device opencl needs pyopencl ({error}): pip install 'treadle[opencl]', {INSTEAD}"
         ) from None
@@ -111,13 +111,14 @@ def choose(name: str) -> Any:
         raise BackendError(f"OpenCL shows no device ({shown}), {INSTEAD}")
     if not wanted:
         return found[0]
-    if wanted.isdigit() and int(wanted) < len(found):
-        return found[int(wanted)]
-    for device in found:
-        if wanted.lower() in f"{device.name} {device.platform.name}".lower():
+    for i, device in enumerate(found):
+        names = f"{device.name} {device.platform.name}".lower()
+        if int(wanted) == i if wanted.isdigit() else wanted.lower() in names:
             return device
     listed = ", ".join(f"{i}: {d.name.strip()}" for i, d in enumerate(found))
-    raise BackendError(f"there is no OpenCL device {wanted!r}; there are {listed}")
+    raise BackendError(
+        f"there is no OpenCL device {wanted!r}; choose among {listed} (treadle devices), {INSTEAD}"
+    )
 
 
 def _limit(variable: str, most: int) -> int:
@@ -141,6 +142,12 @@ class OpenClBackend(Backend):
     def __init__(self, device: str = "opencl") -> None:
         cl = module()
         self.device = choose(device)
+        version = re.match(r"OpenCL (\d+)\.(\d+)", self.device.version)
+        if version and (int(version[1]), int(version[2])) < LEAST:
+            raise BackendError(
+                f"{self.device.name.strip()} has OpenCL {version[1]}.{version[2]} only, and 1.2 is "
+                f"needed; update its driver, {INSTEAD}"
+            )
         try:
             self.context = cl.Context([self.device])
             self.queue = cl.CommandQueue(self.context)
@@ -228,13 +235,13 @@ class OpenClExecutable(Executable):
             self._views: dict[gpu.Memory, Any] = {}
             self._offsets = {n: (i, o) for i, r in enumerate(layout) for n, o in r.offsets.items()}
             calls = {n: gpu.calls(p, self._locate) for n, p in self.plans.items()}
-            self._tuned = _Tuning(self)
+            self._tuned = gpu.Tuning("opencl", backend.identity(), self._measure)
             self._calls = {n: [self._bind(c) for c in found] for n, found in calls.items()}
             self._tuned.save()
             for piece in self._pieces:
                 cl.enqueue_fill_buffer(self.queue, piece, np.zeros(1, np.uint32), 0, piece.size)
             self.queue.finish()
-        except (cl.MemoryError, cl.RuntimeError) as error:
+        except cl.Error as error:
             raise self._failed(error) from error
         self._nodes = {n: [c.nodes for c in found] for n, found in calls.items()}
         self._sent: list[np.ndarray] = []
@@ -291,6 +298,17 @@ class OpenClExecutable(Executable):
             kernel.set_arg(i, argument)
         groups = (*grid.groups, 1, 1)[:3]
         return kernel, (groups[0] * grid.items, *groups[1:]), (grid.items, 1, 1)
+
+    def _measure(self, call: gpu.Call, grid: Grid) -> float:
+        """Seconds that the call takes; infinity where the device cannot run it."""
+        cl = module()
+        try:
+            bound = self.bound(call, grid)
+            return gpu.fastest(
+                lambda: cl.enqueue_nd_range_kernel(self.queue, *bound), self.queue.finish
+            )
+        except (cl.Error, BackendError):
+            return float("inf")
 
     def run(self, *graphs: str) -> None:
         cl = module()
@@ -364,58 +382,3 @@ class OpenClExecutable(Executable):
         for piece in self._pieces:
             piece.release()
         self._views, self._pieces, self._calls = {}, [], {}
-
-
-# ---------------------------------------------------------------- tuning
-
-
-class _Tuning:
-    """The fastest of several grids, which give the same bits: measured once for each kernel and
-    its sizes, and kept in the cache."""
-
-    def __init__(self, executable: OpenClExecutable) -> None:
-        self.executable = executable
-        self.device = kernel_cache.digest(*executable.backend.identity().values())
-        self.measures = os.environ.get("TREADLE_TUNE") != "0"
-        self.files: dict[str, dict[str, int]] = {}
-        self.found: dict[str, dict[str, int]] = {}
-
-    def choose(self, call: gpu.Call) -> int:
-        """The index of the grid to use."""
-        if not self.measures:
-            return 0
-        sources = [gpu.source("opencl", g) for g in call.grids]
-        file = f"choices-{kernel_cache.digest(self.device, *sources)}.json"
-        if file not in self.files:
-            self.files[file] = kernel_cache.load_choices(file)
-        absent = "".join("-" if m is None else "+" for m in call.memory)
-        key = " ".join([call.launch.kernel, absent, *map(str, call.dims)])
-        if key not in self.files[file]:
-            times = [self._measure(call, g) for g in call.grids]
-            self.files[file][key] = times.index(min(times))
-            self.found.setdefault(file, {})[key] = self.files[file][key]
-        best = self.files[file][key]
-        return best if best < len(call.grids) else 0
-
-    def _measure(self, call: gpu.Call, grid: Grid) -> float:
-        """Seconds that the call takes; infinity where the device cannot run it."""
-        cl, queue = module(), self.executable.queue
-        try:
-            bound = self.executable.bound(call, grid)
-            best = float("inf")
-            for repeats in (1, *[REPEATS] * ROUNDS):
-                queue.finish()
-                start = time.perf_counter()
-                for _ in range(repeats):
-                    cl.enqueue_nd_range_kernel(queue, *bound)
-                queue.finish()
-                if repeats == REPEATS:
-                    best = min(best, (time.perf_counter() - start) / repeats)
-            return best
-        except (cl.Error, BackendError):
-            return float("inf")
-
-    def save(self) -> None:
-        """Keep what was measured."""
-        for file, choices in self.found.items():
-            kernel_cache.store_choices(file, choices)

@@ -23,6 +23,7 @@ COMMANDS = {
     "tokenize": ("tokenize", "Show how a tokenizer splits a text."),
     "plan": ("plan", "Show memory, FLOPs, epochs and time of a run, before anything runs."),
     "profile": ("profile", "Time a training step op by op."),
+    "devices": ("devices", "List what there is to compute on, and what would be chosen."),
     "check": ("check", "Check gradients and kernels on this machine."),
     "config": ("config", "Print the keys of a configuration, or its JSON schema."),
 }

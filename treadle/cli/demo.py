@@ -12,6 +12,8 @@ from typing import Any
 
 import typer
 
+from treadle.cli.options import DEVICE
+
 STORIES = 6000
 COMMON = {
     "data.tokenizer": "bpe",
@@ -62,7 +64,7 @@ def command(
         show_default=False,
     ),
     threads: int | None = typer.Option(None, min=1, help="CPU threads.", show_default=False),
-    device: str = typer.Option("auto", help="Where to compute."),
+    device: str = DEVICE,
     out: Path | None = typer.Option(
         None, help="Run directory; runs/demo-<language> by default.", show_default=False
     ),

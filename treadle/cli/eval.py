@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from treadle.cli.options import DEVICE
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -28,7 +30,7 @@ def command(
         help="The validation split as the run had it, the training split, or all tokens.",
     ),
     batch_size: int = typer.Option(8, min=1, help="Windows at a time; the loss is the same."),
-    device: str = typer.Option("auto", help="Where to compute."),
+    device: str = DEVICE,
     threads: int | None = typer.Option(None, min=1, help="CPU threads.", show_default=False),
     tokenizer: Path | None = typer.Option(
         None, help="A tokenizer.json or its directory, for a checkpoint without one."

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import typer
 
+from treadle.cli.options import DEVICE
+
 
 def command(
     source: str = typer.Argument(..., metavar="RUN|CHECKPOINT|model.safetensors"),
@@ -32,7 +34,7 @@ def command(
     jsonl: bool = typer.Option(
         False, "--jsonl", help='Print {"prompt": …, "text": …}, a line each.'
     ),
-    device: str = typer.Option("auto", help="Where to compute."),
+    device: str = DEVICE,
     threads: int | None = typer.Option(None, min=1, help="CPU threads.", show_default=False),
     tokenizer: Path | None = typer.Option(
         None, help="A tokenizer.json or its directory, for a checkpoint without one."

@@ -20,6 +20,7 @@ def flag(key: str, *names: str) -> Any:
     return typer.Option(None, *names, help=_HELP[key], show_default=False)
 
 
+DEVICE = typer.Option("auto", help=_HELP["train.device"])
 CONFIG = typer.Argument(
     None, metavar="[CONFIG.json]", help="A configuration file.", show_default=False
 )

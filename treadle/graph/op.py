@@ -48,12 +48,14 @@ class Gpu:
     vector:     floats of the register that one work-item computes in: 1 on a GPU, whose
                 work-items are lanes; 4 or more on a processor.
     allocation: bytes of one piece of memory at most, None without a limit.
+    vendor:     whether cuBLASLt and cuDNN are there.
     """
 
     group: int = 64
     local: int = 32768
     vector: int = 1
     allocation: int | None = None
+    vendor: bool = False
 
     def items(self, wanted: int) -> int:
         """A power of two, at most `wanted` and at most a work-group."""
@@ -66,7 +68,8 @@ Target = str | Gpu  # "cpu": the C kernels
 @dataclass(frozen=True)
 class Grid:
     """How a GPU runs a kernel of ops/<source>.cl: compiled with `defines`, in `groups` work-groups
-    (x, y, z) of `items` work-items. The kernel sees `items` as GROUP."""
+    (x, y, z) of `items` work-items. The kernel sees `items` as GROUP; where it is 0, `source` is a
+    vendor's library instead."""
 
     source: str
     groups: tuple[int, ...]
@@ -191,20 +194,41 @@ def pointwise(
     writes: int,
     dims: Sequence[int],
     nums: Sequence[float] = (),
+    merges: bool = False,
 ) -> list[Launch]:
     """The launch of a kernel that computes dims[0] elements, each from its own place in the
     tensors.
 
-    dtypes: of the kernel, T and then U of its source for a GPU.
+    dtypes: of the kernel, T and then U of its source for a GPU.  merges: see Launch.
     """
     n = dims[0]
     if isinstance(target, Gpu):
         defines = tuple(zip("TU", (SUFFIX[d] for d in dtypes), strict=False))
         items = target.items(ITEMS)
         grid = Grid(source, (blocks(n, items * EACH),), items, defines)
-        return [Launch(kernel, args, writes, dims, nums, grids=[grid])]
+        return [Launch(kernel, args, writes, dims, nums, grids=[grid], merges=merges)]
     name = "_".join([kernel, *(SUFFIX[d] for d in dtypes)])
     return [Launch(name, args, writes, dims, nums, tasks=blocks(n))]
+
+
+# Vectors of a row that one work-item takes, where the row is long enough.
+VECTORS = 4
+# Work-items that share a row; few numbers, since kernels are compiled for each.
+LANES = (4, 16, 64, 256)
+
+
+def row_grid(
+    target: Gpu, source: str, dtypes: Sequence[str], rows: int, columns: int
+) -> Grid:
+    """How a kernel runs that takes rows [rows, columns], LANES work-items a row, each with some
+    vectors of VEC elements; dtypes as in `pointwise`. See kernels/gpu.clh."""
+    vec = 4 if columns % 4 == 0 else 1
+    items = target.items(ITEMS)
+    wanted = blocks(columns, vec * VECTORS)
+    lanes = next((n for n in LANES if wanted <= n <= items), items)
+    defines = tuple(zip("TU", (SUFFIX[d] for d in dtypes), strict=False))
+    shape = (("VEC", vec), ("LANES", lanes))
+    return Grid(source, (blocks(rows, items // lanes),), items, (*defines, *shape))
 
 
 # ---------------------------------------------------------------- graph

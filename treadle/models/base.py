@@ -155,6 +155,11 @@ def shadow(name: str) -> str:
     return f"{name}.bf16"
 
 
+def decaying_first(model: Model) -> list[Parameter]:
+    """The parameters in the order of a program's buffers: what is updated alike lies together."""
+    return sorted(model.parameters(), key=lambda p: not p.decays)
+
+
 def declare(program: Program, model: Model, precision: str = "fp32", masters: bool = True) -> None:
     """Declare the model's weights as buffers of a program.
 
@@ -162,7 +167,7 @@ def declare(program: Program, model: Model, precision: str = "fp32", masters: bo
     bfloat16 copy, which the forward and backward passes read and the update keeps equal; they have
     nothing else without `masters`, where nothing is trained.
     """
-    for p in model.parameters():
+    for p in decaying_first(model):
         copied = precision == "bf16" and len(p.shape) >= 2
         if masters or not copied:
             program.buffer(p.name, p.shape, "float32", "weight")

@@ -9,7 +9,7 @@ IO-Awareness"; the online softmax is Milakov & Gimelshein 2018; grouped queries 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import ClassVar
 
@@ -17,7 +17,10 @@ import numpy as np
 
 from treadle.errors import DTypeError, GraphError
 from treadle.graph.op import (
+    Arg,
     Cost,
+    Gpu,
+    Grid,
     Launch,
     Node,
     Op,
@@ -30,7 +33,8 @@ from treadle.graph.op import (
     suffixed,
     touched,
 )
-from treadle.graph.value import Spec, Value
+from treadle.graph.value import SUFFIX, Spec, Value
+from treadle.ops import vendor
 from treadle.ops.random import UNIFORM_BITS, philox_uniform, stream_of
 
 # ---------------------------------------------------------------- tiles
@@ -46,8 +50,35 @@ FORWARD_TASKS = 64
 BACKWARD_TASKS = 32
 
 
+# On a GPU: the widest part of a head that a tile holds; work-items across a tile of scores; rows of
+# the other kind that a step takes (the bits follow from these); and the ways to cut the group's own
+# rows: how many it has, and how many of them a work-item takes.
+CHUNK = 64
+ACROSS = 8
+STEP = 32
+FORWARD_CUTS = ((64, 4), (64, 8), (32, 4), (32, 2), (16, 2))
+BACKWARD_CUTS = ((32, 4), (64, 4), (64, 8), (32, 2), (16, 2))
+# Registers of a work-item: floats of sums that it may hold.
+SUMS = 128
+
+
 def _pad(n: int) -> int:
     return ceil(n / PAD) * PAD
+
+
+def _chunk(size: int) -> tuple[int, int]:
+    """How many parts a head passes through the tiles in, and their width, a multiple of 4."""
+    chunks = ceil(size / CHUNK)
+    return chunks, ceil(ceil(size / chunks) / 4) * 4
+
+
+def _local_bytes(chunk: int, own: int, tiles: int, scores: int) -> int:
+    """Bytes of local memory for so many pairs of tiles, of the group's own rows and of a step's, so
+    many tiles of scores, and statistics of the rows. See attention.cl."""
+    stride = chunk + 4 * (chunk // 4 % 2 == 0)
+    statistics = own * ACROSS if tiles == 1 else 2 * STEP
+    floats = tiles * (own + STEP) * stride + scores * own * (STEP + 8) + statistics
+    return floats * FLOAT_BYTES
 
 
 # ---------------------------------------------------------------- the two ops
@@ -131,6 +162,16 @@ class _Heads(Op):
         uniform = philox_uniform(seed, self.stream, step, elements).reshape(p.shape)
         return np.asarray(uniform >= self.dropout, p.dtype) / (1.0 - self.dropout)
 
+    def by_vendor(self, target: Gpu, qkv: Value) -> bool:
+        """Whether cuDNN computes this attention."""
+        size, special = self.head_size(qkv), (self.dropout, self.window, self.softcap)
+        return target.vendor and vendor.attends(qkv.dtype, size, *special)
+
+    def vendor_numbers(self, qkv: Value) -> tuple[list[int], float]:
+        """B, T, H, K, D; and the scale."""
+        size = self.head_size(qkv)
+        return [*qkv.shape[:2], self.n_head, self.n_kv_head, size], self.factor(size)
+
     def _splits(self, qkv: Value, tasks: int) -> int:
         b, t, _ = qkv.shape
         return min(blocks(t, BLOCK), ceil(tasks / max(1, b * self.n_kv_head)))
@@ -144,6 +185,42 @@ class _Heads(Op):
 
     def _nums(self, qkv: Value) -> list[float]:
         return [self.factor(self.head_size(qkv)), 1.0 / (1.0 - self.dropout), self.softcap or 0.0]
+
+    def _grids(
+        self,
+        target: Gpu,
+        kernel: str,
+        qkv: Value,
+        heads: int,
+        cuts: Sequence[tuple[int, int]],
+        tiles: int,
+        results: int,
+    ) -> list[Grid]:
+        """The ways to run a kernel that keeps so many pairs of tiles in local memory, and has so
+        many results for each element of its own rows, as many tiles of scores too."""
+        b, t, _ = qkv.shape
+        size = self.head_size(qkv)
+        chunks, chunk = _chunk(size)
+        width = results * chunks * ceil(chunk / 4 / ACROSS) * 4
+        grids: list[Grid] = []
+        for own, rows in cuts:
+            items = own // rows * ACROSS
+            if items > target.group or _local_bytes(chunk, own, tiles, results) > target.local:
+                continue
+            if rows * width > SUMS and rows > 2:
+                continue
+            numbers = {
+                **{"D": size, "CHUNKS": chunks, "CHUNK": chunk, "OWN": own, "STEP": STEP},
+                **{"ACROSS": ACROSS, "VECTOR": target.vector},
+                **{"DROP": int(self.dropout > 0), "CAP": int(self.softcap is not None)},
+            }
+            defines = ((kernel, 1), ("T", SUFFIX[qkv.dtype]), *numbers.items())
+            grids.append(Grid("attention", (blocks(t, own), heads, b), items, defines))
+        return grids[:1] if target.vector > 1 else grids
+
+    def _gpu_dims(self, qkv: Value) -> list[int]:
+        time, heads, kv_heads, *_, stream, threshold, window = self._dims(qkv, 1)
+        return [time, heads, kv_heads, stream, threshold, window]
 
     def _scratch(self, qkv: Value, whole: int, wide: int, tiles: int, vectors: int) -> int:
         """Bytes of so many K's, blocks of queries, tiles of scores, and numbers for each query."""
@@ -202,6 +279,14 @@ class Attention(_Heads):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         qkv, random = node.inputs[0], _random(node)
         assert qkv is not None
+        if isinstance(target, Gpu) and self.by_vendor(target, qkv):
+            packed: list[Arg] = [node.outputs[0], node.out(1), qkv]
+            return vendor.attention(packed, 2, False, *self.vendor_numbers(qkv))
+        if isinstance(target, Gpu):
+            args = [node.outputs[0], node.out(1), qkv, random]
+            grids = self._grids(target, "FORWARD", qkv, self.n_head, FORWARD_CUTS, 1, 1)
+            dims, nums = self._gpu_dims(qkv), self._nums(qkv)
+            return [Launch("attention_forward", args, 2, dims, nums, grids=grids)]
         splits = self._splits(qkv, FORWARD_TASKS)
         return [
             Launch(
@@ -271,6 +356,11 @@ class AttentionGrad(_Heads):
         dy, qkv, y, lse = node.inputs[:4]
         assert qkv is not None
         dqkv, random = node.outputs[0], _random(node)
+        if isinstance(target, Gpu) and self.by_vendor(target, qkv):
+            args: list[Arg] = [dqkv, dy, qkv, y, lse]
+            return vendor.attention(args, 1, True, *self.vendor_numbers(qkv))
+        if isinstance(target, Gpu):
+            return self._gpu_launches(target, node)
         b, t, _ = qkv.shape
         splits = self._splits(qkv, BACKWARD_TASKS)
         dims, nums = self._dims(qkv, splits), self._nums(qkv)
@@ -302,6 +392,28 @@ class AttentionGrad(_Heads):
                 )
             )
         return launches
+
+    def _gpu_launches(self, target: Gpu, node: Node) -> list[Launch]:
+        dy, qkv, y, lse = node.inputs[:4]
+        assert qkv is not None
+        b, t, _ = qkv.shape
+        h = self.n_head
+        dims, nums = self._gpu_dims(qkv), self._nums(qkv)
+        delta = Temp(b * h * t * FLOAT_BYTES, "delta")
+        by_query = self._grids(target, "QUERIES", qkv, h, BACKWARD_CUTS, 2, 1)
+        by_key = self._grids(target, "KEYS", qkv, self.n_kv_head, BACKWARD_CUTS, 2, 2)
+        args = [node.outputs[0], dy, qkv, lse, delta, _random(node)]
+        first = by_query[0]
+        rows = replace(
+            first,
+            groups=(blocks(b * t * h, first.items // ACROSS),),
+            defines=(("DELTA", 1), *first.defines[1:]),
+        )
+        return [
+            Launch("attention_delta", [delta, dy, y], 1, [b * t * h, t, h], grids=[rows]),
+            Launch("attention_backward_queries", args, 1, dims, nums, grids=by_query),
+            Launch("attention_backward_keys", args, 1, dims, nums, grids=by_key),
+        ]
 
 
 def _random(node: Node) -> Value | None:

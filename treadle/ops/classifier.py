@@ -17,7 +17,9 @@ import numpy as np
 
 from treadle.errors import DTypeError, GraphError
 from treadle.graph.op import (
+    Arg,
     Cost,
+    Gpu,
     Launch,
     Node,
     Op,
@@ -28,12 +30,13 @@ from treadle.graph.op import (
     expect,
     expect_float,
     expect_same,
+    row_grid,
     suffixed,
     touched,
 )
 from treadle.graph.value import Spec, Value, itemsize, wide
 from treadle.ops.linear import matmul_launches
-from treadle.ops.loss import LOGITS_BLOCK, CrossEntropy, CrossEntropyGrad
+from treadle.ops.loss import LOGITS_BLOCK, CrossEntropy, CrossEntropyGrad, combine_pairs
 
 # Logits of a chunk are at most so many, but a chunk has at least so many rows: each reads all of
 # the weight, and adds to all of its gradient.
@@ -92,6 +95,8 @@ class LinearCrossEntropyLoss(Op):
         return _cost(node, products=1)
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
+        if isinstance(target, Gpu):
+            return _lower_gpu(target, node, self.ignore_index, self.chunk, self.softcap)
         return _lower(target, node, self.ignore_index, self.chunk, self.softcap)
 
 
@@ -152,6 +157,8 @@ class LinearCrossEntropy(Op):
         return _cost(node, products=3)
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
+        if isinstance(target, Gpu):
+            return _lower_gpu(target, node, self.ignore_index, self.chunk, self.softcap)
         return _lower(target, node, self.ignore_index, self.chunk, self.softcap)
 
 
@@ -294,6 +301,76 @@ def _lower(
     kernel = suffixed("loss_combine", loss_sum.dtype)
     launches.append(Launch(kernel, [loss_sum, count, partial], 2, [sum(partials)]))
     return launches
+
+
+# Slices of tensors begin at multiples of so many rows on a GPU, whatever a row is; a graphics
+# processor needs larger chunks to be busy.
+GPU_ROWS = 256
+GPU_CHUNK_LOGITS, GPU_CHUNK_ROWS = 1 << 25, 1024
+
+
+def _gpu_chunks(target: Gpu, rows: int, vocabulary: int, most: int | None) -> list[tuple[int, int]]:
+    """`chunks` for a GPU: each but the last is a multiple of GPU_ROWS."""
+    if target.vector > 1:
+        most = most or max(CHUNK_ROWS, CHUNK_LOGITS // vocabulary)
+    else:
+        most = most or max(GPU_CHUNK_ROWS, GPU_CHUNK_LOGITS // vocabulary)
+    units = blocks(rows, GPU_ROWS)
+    found = chunks(units, vocabulary, max(1, most // GPU_ROWS))
+    return [(start * GPU_ROWS, min(rows, end * GPU_ROWS)) for start, end in found]
+
+
+def _lower_gpu(
+    target: Gpu, node: Node, ignore_index: int, most: int | None, softcap: float | None
+) -> list[Launch]:
+    """As _lower; the loss kernels cap the logits, and dlogits of bfloat16 have memory of their
+    own, since the work-items of a row would overtake each other."""
+    x, weight, targets, *_ = node.inputs
+    assert x is not None and weight is not None and targets is not None
+    dx, dweight = (node.out(2), node.out(3)) if len(node.outputs) > 2 else (None, None)
+    rows, vocabulary, channels = _sizes(node)
+    size, into = itemsize(x.dtype), bool(node.op.updates)
+    parts = _gpu_chunks(target, rows, vocabulary, most)
+    tallest = max(end - start for start, end in parts)
+    cap = [softcap or 0.0]
+
+    logits = Temp(tallest * vocabulary * 4, "logits")
+    dlogits = logits if size == 4 else Temp(tallest * vocabulary * size, "dlogits")
+    lse, packed = Temp(tallest * 4, "lse"), Temp(0, "packed")
+    pairs = [Temp(rows * 4, "partial") for _ in range(2)]
+
+    launches = []
+    for i, (start, end) in enumerate(parts):
+        n = end - start
+        part = Slice(x, start * channels * size, n * channels * size)
+        labels = Slice(targets, start * 4, n * 4)
+        sums = [Slice(p, start * 4, n * 4) for p in pairs]
+        dims = [n, vocabulary, ignore_index]
+        grids = [row_grid(target, "loss", ["float32", x.dtype], n, vocabulary)]
+        launches += matmul_launches(
+            *(target, logits, part, weight, (n, vocabulary, channels), x.dtype, "float32"),
+            transpose_b=True,
+            packed=packed,
+        )
+        args: list[Arg] = [*sums, lse, logits, labels]
+        launches.append(Launch("cross_entropy_forward", args, 3, dims, cap, grids=grids))
+        if dx is not None or dweight is not None:
+            back: list[Arg] = [dlogits, node.inputs[3], logits, labels, lse]
+            launches.append(Launch("cross_entropy_backward", back, 1, dims, cap, grids=grids))
+        if dx is not None:
+            out = Slice(dx, start * channels * size, n * channels * size)
+            launches += matmul_launches(
+                *(target, out, dlogits, weight, (n, channels, vocabulary), x.dtype, dx.dtype),
+                packed=packed,
+            )
+        if dweight is not None:
+            launches += matmul_launches(
+                *(target, dweight, dlogits, part, (vocabulary, channels, n), x.dtype, "float32"),
+                transpose_a=True,
+                accumulate=i > 0 or into,
+                packed=packed,
+            )
+    return launches + combine_pairs(target, grids[0], node.outputs[:2], pairs, rows)
 
 
 # ---------------------------------------------------------------- function

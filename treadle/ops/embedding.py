@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -11,7 +11,10 @@ import numpy as np
 from treadle.errors import DTypeError, GraphError
 from treadle.graph.op import (
     BLOCK,
+    EACH,
+    Arg,
     Cost,
+    Gpu,
     Launch,
     Node,
     Op,
@@ -21,6 +24,7 @@ from treadle.graph.op import (
     expect,
     expect_float,
     expect_same,
+    row_grid,
     suffixed,
     touched,
 )
@@ -31,6 +35,11 @@ from treadle.graph.value import Spec, Value, wide
 GRAD_COLUMNS = 64
 # Elements of the gradient that one task sets to zero.
 CLEAR_BLOCK = 4 * BLOCK
+# On a GPU, as in embedding.cl: positions that a work-group sorts, sorted runs that one pass merges,
+# and sorted positions that are added up in a row.
+SORTED, WAYS, SEGMENT = 1024, 8, 32
+# Rows of a batch that PositionGrad adds up on a GPU before they join the sum.
+POSITION_ROWS = 64
 
 
 def _expect_int(op: str, what: str, spec: Spec) -> None:
@@ -118,6 +127,11 @@ class Embedding(Op):
         assert tokens is not None and wte is not None
         height = max(1, BLOCK // y.shape[2])
         rows = tokens.size
+        if isinstance(target, Gpu):
+            dims = [rows, *y.shape[1:], wte.shape[0], 0 if wpe is None else wpe.shape[0]]
+            grid = row_grid(target, "embedding", [y.dtype], rows, y.shape[2])
+            args = [y, tokens, wte, wpe, start]
+            return [Launch("embedding_forward", args, 1, dims, grids=[grid])]
         return [
             Launch(
                 suffixed("embedding_forward", y.dtype),
@@ -175,6 +189,8 @@ class EmbeddingGrad(Op):
         (tokens, dy, into), dwte = (*node.inputs, None)[:3], node.outputs[0]
         assert tokens is not None and dy is not None
         rows, channels = tokens.size, dy.shape[2]
+        if isinstance(target, Gpu):
+            return self._grids(target, tokens, dy, into, dwte)
         order = Temp((rows + 1) * 4, "order")
         dims = [rows, channels, self.vocabulary]
         return [
@@ -200,6 +216,49 @@ class EmbeddingGrad(Op):
                 tasks=blocks(channels, GRAD_COLUMNS),
             ),
         ]
+
+    def _grids(
+        self, target: Gpu, tokens: Value, dy: Value, into: Value | None, dwte: Value
+    ) -> list[Launch]:
+        """Positions sorted by token, segments of them added up, then what crosses segments."""
+        rows, channels, vocabulary = tokens.size, dy.shape[2], self.vocabulary
+        segments = blocks(rows, SEGMENT)
+        grid = row_grid(target, "embedding", [dy.dtype], segments, channels)
+        sizes = dict(grid.defines)
+        across = blocks(channels, int(sizes["VEC"]) * int(sizes["LANES"]))
+
+        def launch(
+            kernel: str, args: list[Arg], writes: int, dims: list[int], *groups: int
+        ) -> Launch:
+            return Launch(kernel, args, writes, dims, grids=[replace(grid, groups=groups)])
+
+        def sorted_positions() -> list[Arg]:
+            return [Temp(rows * 4, "keys"), Temp(rows * 4, "order")]
+
+        found, width = sorted_positions(), SORTED
+        sort = launch(
+            "embedding_sort", [*found, tokens], 2, [rows, vocabulary], blocks(rows, SORTED)
+        )
+        launches = [sort]
+        while width < rows:
+            merged = sorted_positions()
+            groups = blocks(rows, grid.items)
+            launches.append(launch("embedding_merge", [*merged, *found], 2, [rows, width], groups))
+            found, width = merged, width * WAYS
+        keys, order = found
+        heads, tails = (Temp(segments * channels * 4, name) for name in ("heads", "tails"))
+        dims, clear = [rows, channels, vocabulary], blocks(dwte.size, EACH * grid.items)
+        sums: list[Arg] = [dwte, heads, tails]
+        launches += [
+            launch("embedding_clear", [dwte, into], 1, [dwte.size], clear),
+            launch(
+                *("embedding_segments", [*sums, keys, order, dy], 3, dims),
+                *(*grid.groups, across),
+            ),
+        ]
+        if segments > 1:
+            launches.append(launch("embedding_runs", [*sums, keys], 1, dims, segments - 1, across))
+        return launches
 
 
 @dataclass(frozen=True)
@@ -236,6 +295,10 @@ class PositionGrad(Op):
         dy, dwpe = node.inputs[0], node.outputs[0]
         assert dy is not None
         batch, time, channels = dy.shape
+        if isinstance(target, Gpu):
+            grid = row_grid(target, "embedding", [dy.dtype], self.positions, channels)
+            dims = [batch, time, channels, self.positions, POSITION_ROWS]
+            return [Launch("position_backward", [dwpe, dy], 1, dims, grids=[grid])]
         height = max(1, BLOCK // (batch * channels))
         return [
             Launch(
@@ -275,6 +338,10 @@ class SelectRow(Op):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, index = node.inputs
         assert x is not None and index is not None
+        if isinstance(target, Gpu):
+            grid = row_grid(target, "embedding", [x.dtype], x.shape[0], x.shape[2])
+            args, dims = [node.outputs[0], x, index], [*x.shape, len(index.shape)]
+            return [Launch("select_row", args, 1, dims, grids=[grid])]
         return [
             Launch(
                 suffixed("select_row", x.dtype),

@@ -30,7 +30,7 @@ from treadle.graph.op import (
 )
 from treadle.graph.plan import GPU_ALIGN, align
 from treadle.graph.value import SUFFIX, Spec, Value, itemsize, wide
-from treadle.ops import gpu_tiles
+from treadle.ops import gpu_tiles, vendor
 from treadle.ops.elementwise import activation as activate
 from treadle.ops.elementwise import activation_reference, add, sum_leading
 from treadle.ops.tiles import matmul_tiles, reads_in_place
@@ -215,6 +215,19 @@ def matmul_launches(
     memory, to the next, where that is more than its row.  packed: memory for panels that products
     share which run one after another; it grows to what this one needs.
     """
+    if isinstance(target, Gpu) and target.vendor:
+        return vendor.matmul(
+            *(target, y, a, b, sizes, dtype, y_dtype),
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            a_stride=a_stride,
+            bias=bias,
+            activation=activation,
+            pre=pre,
+            residual=residual,
+            accumulate=accumulate,
+            gated=gated,
+        )
     m, n, k = sizes
     a_strides = (1, a_stride or m) if transpose_a else (a_stride or k, 1)
     b_strides = (1, k) if transpose_b else (n, 1)

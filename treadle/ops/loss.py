@@ -7,7 +7,7 @@ or ranks divides by the count of all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
 
@@ -16,7 +16,12 @@ import numpy as np
 from treadle.errors import DTypeError, GraphError
 from treadle.graph.op import (
     BLOCK,
+    EACH,
+    ITEMS,
+    Arg,
     Cost,
+    Gpu,
+    Grid,
     Launch,
     Node,
     Op,
@@ -26,6 +31,7 @@ from treadle.graph.op import (
     expect,
     expect_float,
     expect_same,
+    row_grid,
     suffixed,
     touched,
 )
@@ -52,6 +58,28 @@ def _combined(
         Launch(suffixed(kernel, dtype), [partial, *lse, *args], 1 + len(lse), dims, tasks=tasks),
         Launch(suffixed("loss_combine", dtype), [loss_sum, count, partial], 2, [tasks]),
     ]
+
+
+# On a GPU a work-group adds up so many pairs; a work-item of squared_error_forward has so many
+# elements, as in loss.cl.
+COMBINED, SQUARES = 4096, 16
+
+
+def combine_pairs(
+    target: Gpu, grid: Grid, outputs: Sequence[Arg], pairs: Sequence[Temp], parts: int
+) -> list[Launch]:
+    """Launches for (sum, count) of `parts` of each, in passes. grid: of the kernel before, which
+    says how loss.cl is compiled."""
+    launches = []
+    while True:
+        passes = blocks(parts, COMBINED)
+        into = list(outputs) if passes == 1 else [Temp(passes * 4, "partial") for _ in pairs]
+        each = replace(grid, groups=(passes,))
+        dims = [parts, COMBINED]
+        launches.append(Launch("loss_combine", [*into, *pairs], 2, dims, grids=[each]))
+        if passes == 1:
+            return launches
+        pairs, parts = into, passes  # type: ignore[assignment]
 
 
 # ---------------------------------------------------------------- cross-entropy
@@ -125,6 +153,16 @@ class CrossEntropy(Op):
         logits = node.inputs[0]
         assert logits is not None
         dims, tasks = _dims(logits, self.ignore_index)
+        if isinstance(target, Gpu):
+            rows, vocabulary = dims[:2]
+            grid = row_grid(target, "loss", [logits.dtype] * 2, rows, vocabulary)
+            pairs = [Temp(rows * 4, "partial") for _ in range(2)]
+            args = [*pairs, node.out(2), *node.inputs]
+            kernel, dims = "cross_entropy_forward", dims[:3]
+            return [
+                Launch(kernel, args, 3, dims, [0.0], grids=[grid]),
+                *combine_pairs(target, grid, node.outputs[:2], pairs, rows),
+            ]
         return _combined("cross_entropy_forward", node, node.inputs, dims, tasks)
 
 
@@ -170,8 +208,12 @@ class CrossEntropyGrad(Op):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         dlogits = node.outputs[0]
         dims, tasks = _dims(dlogits, self.ignore_index)
+        args = [dlogits, *node.inputs]
+        if isinstance(target, Gpu):
+            grid = row_grid(target, "loss", [dlogits.dtype] * 2, *dims[:2])
+            return [Launch("cross_entropy_backward", args, 1, dims[:3], [0.0], grids=[grid])]
         kernel = suffixed("cross_entropy_backward", dlogits.dtype)
-        return [Launch(kernel, [dlogits, *node.inputs], 1, dims, tasks=tasks)]
+        return [Launch(kernel, args, 1, dims, tasks=tasks)]
 
 
 # ---------------------------------------------------------------- mean squared error
@@ -210,6 +252,16 @@ class MeanSquaredError(Op):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         y = node.inputs[0]
         assert y is not None
+        if isinstance(target, Gpu):
+            items = target.items(ITEMS)
+            parts = blocks(y.size, SQUARES * items)
+            grid = replace(row_grid(target, "loss", [y.dtype] * 2, 1, 1), groups=(parts,))
+            pairs = [Temp(parts * 4, "partial") for _ in range(2)]
+            args = [*pairs, *node.inputs]
+            return [
+                Launch("squared_error_forward", args, 2, [y.size], grids=[grid]),
+                *combine_pairs(target, grid, node.outputs, pairs, parts),
+            ]
         dims = [y.size, BLOCK]
         return _combined("squared_error_forward", node, node.inputs, dims, blocks(y.size))
 
@@ -236,8 +288,13 @@ class MeanSquaredErrorGrad(Op):
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         dy = node.outputs[0]
+        args, dims = [dy, *node.inputs], [dy.size, BLOCK]
+        if isinstance(target, Gpu):
+            grid = row_grid(target, "loss", [dy.dtype] * 2, 1, 1)
+            grid = replace(grid, groups=(blocks(dy.size, EACH * grid.items),))
+            return [Launch("squared_error_backward", args, 1, dims[:1], grids=[grid])]
         kernel = suffixed("squared_error_backward", dy.dtype)
-        return [Launch(kernel, [dy, *node.inputs], 1, [dy.size, BLOCK], tasks=blocks(dy.size))]
+        return [Launch(kernel, args, 1, dims, tasks=blocks(dy.size))]
 
 
 # ---------------------------------------------------------------- functions
@@ -287,7 +344,10 @@ class Mean(Op):
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         y = node.outputs[0]
-        return [Launch(suffixed("mean", y.dtype), [y, *node.inputs], 1)]
+        args = [y, *node.inputs]
+        if isinstance(target, Gpu):
+            return [Launch("mean", args, 1, grids=[row_grid(target, "loss", [y.dtype] * 2, 1, 1)])]
+        return [Launch(suffixed("mean", y.dtype), args, 1)]
 
 
 def mean(loss_sum: Value, count: Value) -> Value:

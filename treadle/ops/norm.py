@@ -12,7 +12,10 @@ import numpy as np
 from treadle.errors import DTypeError, GraphError
 from treadle.graph.op import (
     BLOCK,
+    Arg,
     Cost,
+    Gpu,
+    Grid,
     Launch,
     Node,
     Op,
@@ -22,6 +25,7 @@ from treadle.graph.op import (
     expect,
     expect_float,
     expect_same,
+    row_grid,
     suffixed,
     touched,
 )
@@ -30,6 +34,9 @@ from treadle.ops.elementwise import SUM_COLUMNS
 
 # Rows whose weight gradients one task adds up; the partial sums combine in a fixed tree.
 WEIGHT_ROWS = 32
+# On a GPU a work-group adds up so many rows of so many vectors of columns; more rows where there
+# would be more partial sums than these.
+GROUP_ROWS, COLUMN_LANES, MOST_PARTS = 128, 16, 256
 
 
 def _expect_parameter(op: str, what: str, parameter: Spec | None, x: Spec) -> None:
@@ -51,6 +58,25 @@ def _expect_statistics(op: str, x: Spec, *statistics: Spec) -> None:
 def _rows(x: Value) -> list[int]:
     """Rows, channels, and the rows of one task."""
     return [prod(x.shape[:-1]), x.shape[-1], max(1, BLOCK // x.shape[-1])]
+
+
+def _by_rows(
+    target: Target,
+    kernel: str,
+    x: Value,
+    weight: Value,
+    args: Sequence[Arg],
+    writes: int,
+    nums: Sequence[float] = (),
+) -> list[Launch]:
+    """The launch of a kernel that computes each row of x by itself."""
+    rows, channels, height = _rows(x)
+    if isinstance(target, Gpu):
+        grid = row_grid(target, "norm", [x.dtype, weight.dtype], rows, channels)
+        return [Launch(kernel, args, writes, [rows, channels], nums, grids=[grid])]
+    dims = [rows, channels, height, weight.dtype == "float32"]
+    kernel, tasks = suffixed(kernel, x.dtype), blocks(rows, height)
+    return [Launch(kernel, args, writes, dims, nums, tasks=tasks)]
 
 
 @dataclass(frozen=True)
@@ -106,17 +132,8 @@ class LayerNorm(Op):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, weight, bias = (*node.inputs, None)[:3]
         assert x is not None and weight is not None
-        dims = _rows(x)
-        return [
-            Launch(
-                suffixed("layernorm_forward", x.dtype),
-                [node.outputs[0], node.out(1), node.out(2), x, weight, bias],
-                3,
-                [*dims, weight.dtype == "float32"],
-                [self.eps],
-                tasks=blocks(dims[0], dims[2]),
-            )
-        ]
+        args = [node.outputs[0], node.out(1), node.out(2), x, weight, bias]
+        return _by_rows(target, "layernorm_forward", x, weight, args, 3, [self.eps])
 
 
 @dataclass(frozen=True)
@@ -166,16 +183,8 @@ class LayerNormGrad(Op):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (dx,), weight = node.outputs, node.inputs[2]
         assert weight is not None
-        dims = _rows(dx)
-        return [
-            Launch(
-                suffixed("layernorm_backward", dx.dtype),
-                [dx, *(*node.inputs, None)[:6]],
-                1,
-                [*dims, weight.dtype == "float32"],
-                tasks=blocks(dims[0], dims[2]),
-            )
-        ]
+        args = [dx, *(*node.inputs, None)[:6]]
+        return _by_rows(target, "layernorm_backward", dx, weight, args, 1)
 
 
 @dataclass(frozen=True)
@@ -208,15 +217,22 @@ class LayerNormWeightGrad(Op):
         return Cost(5 * x.size, touched(node))
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
-        return _weight_launches(node, *node.inputs)
+        return _weight_launches(target, node, *node.inputs)
 
 
 def _weight_launches(
-    node: Node, dy: Value | None, x: Value | None, mean: Value | None, rstd: Value | None
+    target: Target,
+    node: Node,
+    dy: Value | None,
+    x: Value | None,
+    mean: Value | None,
+    rstd: Value | None,
 ) -> list[Launch]:
     """Sums over the rows, by block and then of the blocks, into the outputs of a node."""
     assert x is not None
     rows, channels, _ = _rows(x)
+    if isinstance(target, Gpu):
+        return _weight_grids(target, node, [dy, x, mean, rstd], rows, channels)
     parts = blocks(rows, WEIGHT_ROWS)
     outputs = [y for i in range(len(node.outputs)) if (y := node.out(i)) is not None]
     partials = [Temp(parts * channels * 4, "partial") for _ in outputs]
@@ -234,6 +250,34 @@ def _weight_launches(
         dims = [rows, channels, parts]
         tasks = blocks(channels, SUM_COLUMNS)
         launches.append(Launch(combine, [y, partial], 1, dims, tasks=tasks))
+    return launches
+
+
+def _weight_grids(
+    target: Gpu, node: Node, inputs: Sequence[Arg], rows: int, channels: int
+) -> list[Launch]:
+    """_weight_launches for a GPU: a work-group adds up `height` rows of COLUMN_LANES vectors."""
+    x = node.inputs[1]
+    assert x is not None
+    grid = row_grid(target, "norm", [x.dtype, "float32"], rows, channels)
+    sizes = dict(grid.defines) | {"LANES": min(COLUMN_LANES, grid.items)}
+    across = blocks(channels, int(sizes["VEC"]) * int(sizes["LANES"]))
+    height = GROUP_ROWS * blocks(rows, GROUP_ROWS * MOST_PARTS)
+    parts = blocks(rows, height)
+    outputs = [node.out(0), node.out(1) if len(node.outputs) > 1 else None]
+    partials = [y and Temp(parts * channels * 4, "partial") for y in outputs]
+    first = Grid("norm", (across, parts), grid.items, tuple(sizes.items()))
+    args = [*partials, *inputs]
+    if parts == 1:
+        args = [*outputs, *inputs]
+    dims = [rows, channels, height]
+    launches = [Launch("norm_weight_backward", args, 2, dims, grids=[first])]
+    if parts > 1:
+        each = (across, 1, 1 if outputs[1] is None else 2)
+        second = Grid("norm", each, grid.items, first.defines)
+        args = [*outputs, *partials]
+        dims = [parts, channels]
+        launches.append(Launch("norm_weight_combine", args, 2, dims, grids=[second]))
     return launches
 
 
@@ -291,17 +335,9 @@ class RMSNorm(Op):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         x, weight, residual = (*node.inputs, None)[:3]
         assert x is not None and weight is not None
-        dims = _rows(x)
-        return [
-            Launch(
-                suffixed("rmsnorm_forward", x.dtype),
-                [node.outputs[0], node.out(1), x, weight, residual],
-                2,
-                [*dims, weight.dtype == "float32"],
-                [self.eps, self.offset],
-                tasks=blocks(dims[0], dims[2]),
-            )
-        ]
+        args = [node.outputs[0], node.out(1), x, weight, residual]
+        nums = [self.eps, self.offset]
+        return _by_rows(target, "rmsnorm_forward", x, weight, args, 2, nums)
 
 
 @dataclass(frozen=True)
@@ -343,17 +379,8 @@ class RMSNormGrad(Op):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         (dx,), weight = node.outputs, node.inputs[2]
         assert weight is not None
-        dims = _rows(dx)
-        return [
-            Launch(
-                suffixed("rmsnorm_backward", dx.dtype),
-                [dx, *(*node.inputs, None)[:5]],
-                1,
-                [*dims, weight.dtype == "float32"],
-                [self.offset],
-                tasks=blocks(dims[0], dims[2]),
-            )
-        ]
+        args = [dx, *(*node.inputs, None)[:5]]
+        return _by_rows(target, "rmsnorm_backward", dx, weight, args, 1, [self.offset])
 
 
 @dataclass(frozen=True)
@@ -378,7 +405,7 @@ class RMSNormWeightGrad(Op):
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         dy, x, rstd = node.inputs
-        return _weight_launches(node, dy, x, None, rstd)
+        return _weight_launches(target, node, dy, x, None, rstd)
 
 
 # ---------------------------------------------------------------- functions

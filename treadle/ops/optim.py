@@ -15,7 +15,11 @@ import numpy as np
 from treadle.errors import DTypeError
 from treadle.graph.op import (
     BLOCK,
+    ITEMS,
+    Arg,
     Cost,
+    Gpu,
+    Grid,
     Launch,
     Node,
     Op,
@@ -25,6 +29,7 @@ from treadle.graph.op import (
     cast,
     expect,
     expect_same,
+    pointwise,
     suffixed,
     touched,
 )
@@ -53,7 +58,25 @@ def _expect_scalars(op: str, **scalars: Spec) -> None:
         _expect_master(op, spec)
 
 
+def _update(
+    target: Target,
+    kernel: str,
+    y: Value,
+    args: Sequence[Arg],
+    writes: int,
+    nums: Sequence[float] = (),
+) -> list[Launch]:
+    """The launch that updates y element by element; on a GPU one for all neighbours in memory."""
+    if isinstance(target, Gpu):
+        return pointwise(target, "optim", kernel, [], args, writes, [y.size], nums, merges=True)
+    return pointwise(target, "optim", kernel, [y.dtype], args, writes, [y.size], nums)
+
+
 # ---------------------------------------------------------------- global norm
+
+# On a GPU NORM_LANES work-items add up the squares of NORM_BLOCK elements, as in optim.cl, and a
+# work-group so many of the sums.
+NORM_LANES, NORM_BLOCK, NORM_PARTS = 8, 256, 8192
 
 
 @dataclass(frozen=True)
@@ -101,6 +124,8 @@ class GlobalNorm(Op):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         scalars, grads = node.inputs[: self.scalars], node.inputs[self.scalars :]
         apply, loss, limit = scalars if self.limited else (*scalars, None, None)
+        if isinstance(target, Gpu):
+            return self._grids(target, node, grads, [apply, loss, limit])
         sizes = [g.size for g in grads if g is not None]
         parts = sum(blocks(n) for n in sizes)
         partial = Temp(parts * 8, "partial")
@@ -112,6 +137,33 @@ class GlobalNorm(Op):
             Launch(suffixed("norm_squares", dtype), [partial, *grads], 1, dims, tasks=parts),
             Launch(combine, [*node.outputs, partial, apply, loss, limit], 3, [parts], nums),
         ]
+
+    def _grids(
+        self, target: Gpu, node: Node, grads: Sequence[Value | None], scalars: Sequence[Arg]
+    ) -> list[Launch]:
+        """Squares of every gradient by blocks, all blocks in passes, and the results."""
+        items = target.items(ITEMS)
+        sizes = [g.size for g in grads if g is not None]
+        parts = sum(blocks(n, NORM_BLOCK) for n in sizes)
+        partial = Temp(parts * 4, "partial")
+        launches, first = [], 0
+        for g, n in zip(grads, sizes, strict=True):
+            groups = blocks(n, NORM_BLOCK * items // NORM_LANES)
+            grid = Grid("optim", (groups,), items)
+            dims = [n, first]
+            launches.append(
+                Launch("norm_squares", [partial, g], 1, dims, grids=[grid], merges=True)
+            )
+            first += blocks(n, NORM_BLOCK)
+        while parts > NORM_PARTS:
+            into = Temp(blocks(parts, NORM_PARTS) * 4, "partial")
+            grid = Grid("optim", (blocks(parts, NORM_PARTS),), items)
+            dims = [parts, NORM_PARTS]
+            launches.append(Launch("norm_partials", [into, partial], 1, dims, grids=[grid]))
+            partial, parts = into, blocks(parts, NORM_PARTS)
+        args, nums = [*node.outputs, partial, *scalars], [self.max_norm, NORM_EPSILON]
+        grid = Grid("optim", (1,), items)
+        return [*launches, Launch("norm_combine", args, 3, [parts], nums, grids=[grid])]
 
 
 # ---------------------------------------------------------------- AdamW
@@ -180,8 +232,11 @@ class AdamW(Op):
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         w, m, v, *shadow = node.outputs
         args = [w, m, v, shadow[0] if shadow else None, *node.inputs[:9]]
+        beta1, beta2 = self.betas
         nums = [*self.betas, self.eps, self.weight_decay]
-        return [Launch(suffixed("adamw", w.dtype), args, 4, [w.size], nums, tasks=blocks(w.size))]
+        if isinstance(target, Gpu):  # 1 - beta in float64, as there are no such numbers there
+            nums = [1.0 - beta1, beta2, 1.0 - beta2, self.eps, self.weight_decay]
+        return _update(target, "adamw", w, args, 4, nums)
 
 
 # ---------------------------------------------------------------- SGD
@@ -251,8 +306,7 @@ class Sgd(Op):
         w = node.outputs[0]
         buffer = node.outputs[1] if self.momentum else None
         args = [w, buffer, node.outputs[-1] if self.shadow else None, *node.inputs[:6]]
-        nums = [self.momentum, self.weight_decay]
-        return [Launch(suffixed("sgd", w.dtype), args, 3, [w.size], nums, tasks=blocks(w.size))]
+        return _update(target, "sgd", w, args, 3, [self.momentum, self.weight_decay])
 
 
 # ---------------------------------------------------------------- accumulation
@@ -275,8 +329,7 @@ class Accumulate(Op):
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         y = node.outputs[0]
-        kernel = suffixed("accumulate", y.dtype)
-        return [Launch(kernel, [y, *node.inputs], 1, [y.size], tasks=blocks(y.size))]
+        return _update(target, "accumulate", y, [y, *node.inputs], 1)
 
 
 # ---------------------------------------------------------------- functions

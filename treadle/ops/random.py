@@ -8,7 +8,7 @@ and recomputation therefore do not matter, and no mask is kept in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import ClassVar
 from zlib import crc32
@@ -18,6 +18,7 @@ import numpy as np
 from treadle.errors import DTypeError
 from treadle.graph.op import (
     Cost,
+    Gpu,
     Launch,
     Node,
     Op,
@@ -25,7 +26,7 @@ from treadle.graph.op import (
     blocks,
     expect,
     expect_float,
-    suffixed,
+    pointwise,
     touched,
 )
 from treadle.graph.value import Shape, Spec, Value
@@ -142,9 +143,13 @@ class Dropout(Op):
         # u ≥ p between whole numbers, so that every backend decides alike.
         threshold = ceil(self.p * 2**UNIFORM_BITS)
         dims = [y.size, prod(y.shape[1:]), self.stream, threshold]
-        kernel = suffixed("dropout", y.dtype)
-        scale = 1.0 / (1.0 - self.p)
-        return [Launch(kernel, [y, x, random], 1, dims, [scale], tasks=blocks(y.size))]
+        nums = [1.0 / (1.0 - self.p)]
+        launches = pointwise(target, "random", "dropout", [y.dtype], [y, x, random], 1, dims, nums)
+        if isinstance(target, Gpu):  # x may begin and end amid the four elements of a Philox block
+            (grid,) = launches[0].grids
+            grid = replace(grid, groups=(blocks(y.size + 6, 4 * grid.items),))
+            launches[0].grids = [grid]
+        return launches
 
 
 def dropout(x: Value, p: float, random: Value, name: str) -> Value:

@@ -9,7 +9,7 @@ from treadle.graph.autograd import gradients
 from treadle.graph.op import Graph
 from treadle.graph.program import Program
 from treadle.graph.value import Value
-from treadle.models.base import Model, read_weight, read_weights, shadow
+from treadle.models.base import Model, decaying_first, read_weight, read_weights, shadow
 from treadle.ops.elementwise import copy
 from treadle.ops.optim import accumulate, adamw, clip, sgd
 from treadle.passes.fuse import fuse
@@ -82,7 +82,8 @@ def add_update(
     limited: bool = False,
 ) -> None:
     """Graph `update`: clip by the global norm, then one optimizer step, which is left out on the
-    device when the gradient is not finite. decays: by parameter, whether its weights decay.
+    device when the gradient is not finite. decays: by parameter, whether its weights decay; in the
+    order of the buffers, for what follows each other in memory may be updated at once.
     limited: leave it out as well where the loss is NaN or above the scalar LOSS_LIMIT."""
     g = program.graph("update")
     limit = g.read(program.buffer(LOSS_LIMIT, (), "float32", "scalar")) if limited else None
@@ -135,9 +136,9 @@ def add_training(
         weights = read_weights(program, g, model)
         return model.loss(weights, g.read(tokens), g.read(targets), g.read(random), seed)[0]
 
-    names = [p.name for p in model.parameters()]
-    train_graph(program, names, optimizer, loss, accumulates, again)
-    add_update(program, {p.name: p.decays for p in model.parameters()}, optimizer, limited=True)
+    decays = {p.name: p.decays for p in decaying_first(model)}
+    train_graph(program, list(decays), optimizer, loss, accumulates, again)
+    add_update(program, decays, optimizer, limited=True)
     add_evaluate(program, model, batch, block_size)
 
 

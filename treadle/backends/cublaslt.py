@@ -1,0 +1,140 @@
+"""Matrix products through cuBLASLt: the launches that ops/vendor.py makes.
+
+cuBLASLt's matrices are column by column, ours row by row: C = A · B is Cᵀ = Bᵀ · Aᵀ there, so that
+our B is its first operand and our A its second. Algorithms are chosen by measurement at first use.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from treadle.backends import gpu, kernel_cache
+from treadle.errors import BackendError
+
+WORKSPACE = 64 << 20
+CANDIDATES = 8
+REAL = {"f32": 0, "bf16": 14}  # cudaDataType
+COMPUTE_F32, COMPUTE_TF32 = 68, 77  # cublasComputeType_t
+DEFAULT, GELU_AUX, BIAS, GELU_AUX_BIAS = 1, 32 | 128, 4, 32 | 128 | 4  # cublasLtEpilogue_t
+# Ways to add up the parts of a split sum: all but with atomics, whose order is that of chance.
+DETERMINISTIC_SCHEMES = 0x2 | 0x4
+
+
+class CublasLt:
+    """A handle, and the calls bound to it."""
+
+    def __init__(self, backend: Any, libraries: Any) -> None:
+        try:
+            from nvmath.bindings import cublasLt as lt
+        except ImportError as error:
+            raise BackendError(
+                f"--device cuda needs nvmath-python ({error}): pip install 'treadle[cuda]', "
+                "or use --device cpu"
+            ) from None
+        self.lt, self.backend, self.libraries = lt, backend, libraries
+        self.handle = lt.create()
+        self.workspace = libraries.reserve(WORKSPACE)
+        self.file = "cublaslt-" + kernel_cache.digest(
+            *backend.identity().values(), str(lt.get_version())
+        )
+        self.known = kernel_cache.load_choices(self.file + ".json")
+        self.one, self.zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+
+    def bind(self, call: gpu.Call, pointers: list[int]) -> Any:
+        """A function without arguments that puts a product on the stream. Arguments: y, pre, a, b,
+        bias, residual; dims as ops/vendor.py writes them."""
+        y, pre, a, b, bias, residual = pointers
+        m, n, k, ta, tb, lda, ldb, ldy, accumulate = call.dims
+        kinds = dict(call.grids[0].defines)
+        operands, out = REAL[str(kinds["T"])], REAL[str(kinds["U"])]
+        lt = self.lt
+        compute = COMPUTE_F32
+        if self.backend.tf32 and operands == REAL["f32"]:
+            compute = COMPUTE_TF32
+        description = lt.matmul_desc_create(compute, REAL["f32"])
+        attribute = lt.MatmulDescAttribute
+        self._set(description, attribute.TRANSA, int(tb), np.int32)
+        self._set(description, attribute.TRANSB, int(ta), np.int32)
+        epilogue = (BIAS if bias else 0) | (GELU_AUX if pre else 0) or DEFAULT
+        self._set(description, attribute.EPILOGUE, epilogue, np.int32)
+        if bias:
+            self._set(description, attribute.BIAS_POINTER, bias, np.int64)
+        if pre:
+            self._set(description, attribute.EPILOGUE_AUX_POINTER, pre, np.int64)
+            self._set(description, attribute.EPILOGUE_AUX_LD, n, np.int64)
+        first = lt.matrix_layout_create(operands, *((k, n) if tb else (n, k)), ldb)
+        second = lt.matrix_layout_create(operands, *((m, k) if ta else (k, m)), lda)
+        result = lt.matrix_layout_create(out, n, m, ldy)
+        added = y if accumulate else residual
+        alpha, beta = self.one, self.one if added else self.zero
+        added = added or y
+        workspace, stream = self.workspace, int(self.backend.stream.handle)
+
+        def start(algorithm: int) -> None:
+            lt.matmul(
+                *(self.handle, description, alpha.ctypes.data, b, first, a, second),
+                *(beta.ctypes.data, added, result, y, result),
+                *(algorithm, workspace, WORKSPACE, stream),
+            )
+
+        found = self._algorithms(description, first, second, result)
+        key = f"{call.dims} {sorted(kinds.items())} {epilogue} {bool(added != y)}"
+        best = self._fastest(key, found, start)
+        chosen = found[best]
+        return lambda: start(chosen.ptr)
+
+    def _set(self, description: int, attribute: Any, value: int, dtype: Any) -> None:
+        data = np.array([value], dtype)
+        self.lt.matmul_desc_set_attribute(description, attribute, data.ctypes.data, data.nbytes)
+
+    def _algorithms(self, description: int, first: int, second: int, result: int) -> list[Any]:
+        """What cuBLASLt's heuristic offers, the likely best first."""
+        lt = self.lt
+        preference = lt.matmul_preference_create()
+        attribute = lt.MatmulPreferenceAttribute
+        values: list[tuple[Any, np.ndarray]] = [
+            (attribute.MAX_WORKSPACE_BYTES, np.array([WORKSPACE], np.uint64))
+        ]
+        if self.backend.deterministic:
+            schemes = np.array([DETERMINISTIC_SCHEMES], np.uint32)
+            values.append((attribute.REDUCTION_SCHEME_MASK, schemes))
+        for name, data in values:
+            lt.matmul_preference_set_attribute(preference, name, data.ctypes.data, data.nbytes)
+        found, count = lt.MatmulHeuristicResult(CANDIDATES), np.zeros(1, np.int32)
+        lt.matmul_algo_get_heuristic(
+            *(self.handle, description, first, second, result, result, preference),
+            *(CANDIDATES, found.ptr, count.ctypes.data),
+        )
+        lt.matmul_preference_destroy(preference)
+        if count[0] == 0:
+            raise BackendError("cuBLASLt offers no algorithm for a matrix product")
+        return [_Algorithm(found, i) for i in range(int(count[0]))]
+
+    def _fastest(self, key: str, found: list[Any], start: Any) -> int:
+        """The index of the algorithm to use: as recorded, or measured now."""
+        if key not in self.known:
+            times = []
+            for algorithm in found:
+                try:
+                    run = partial(start, algorithm.ptr)
+                    times.append(gpu.fastest(run, self.backend.stream.sync))
+                except Exception:
+                    times.append(float("inf"))
+            self.known[key] = times.index(min(times))
+            kernel_cache.store_choices(self.file + ".json", {key: self.known[key]})
+        return min(self.known[key], len(found) - 1)
+
+    def close(self) -> None:
+        """Give the handle back."""
+        self.lt.destroy(self.handle)
+
+
+class _Algorithm:
+    """One of the heuristic's results, which begins with the algorithm itself."""
+
+    def __init__(self, results: Any, index: int) -> None:
+        self.results = results  # keeps the memory alive
+        self.ptr = int(results[index : index + 1].ptr)
