@@ -217,9 +217,7 @@ VECTORS = 4
 LANES = (4, 16, 64, 256)
 
 
-def row_grid(
-    target: Gpu, source: str, dtypes: Sequence[str], rows: int, columns: int
-) -> Grid:
+def row_grid(target: Gpu, source: str, dtypes: Sequence[str], rows: int, columns: int) -> Grid:
     """How a kernel runs that takes rows [rows, columns], LANES work-items a row, each with some
     vectors of VEC elements; dtypes as in `pointwise`. See kernels/gpu.clh."""
     vec = 4 if columns % 4 == 0 else 1
