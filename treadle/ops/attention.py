@@ -210,9 +210,15 @@ class _Heads(Op):
             if rows * width > SUMS and rows > 2:
                 continue
             numbers = {
-                **{"D": size, "CHUNKS": chunks, "CHUNK": chunk, "OWN": own, "STEP": STEP},
-                **{"ACROSS": ACROSS, "VECTOR": target.vector},
-                **{"DROP": int(self.dropout > 0), "CAP": int(self.softcap is not None)},
+                "D": size,
+                "CHUNKS": chunks,
+                "CHUNK": chunk,
+                "OWN": own,
+                "STEP": STEP,
+                "ACROSS": ACROSS,
+                "VECTOR": target.vector,
+                "DROP": int(self.dropout > 0),
+                "CAP": int(self.softcap is not None),
             }
             defines = ((kernel, 1), ("T", SUFFIX[qkv.dtype]), *numbers.items())
             grids.append(Grid("attention", (blocks(t, own), heads, b), items, defines))
