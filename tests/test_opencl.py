@@ -17,7 +17,7 @@ from runs import ROOT, SMALL, assert_same_run, metrics, succeed, write_text
 from treadle import backends
 from treadle.backends import cpu, gpu
 from treadle.backends.base import Backend
-from treadle.backends.opencl import OpenClBackend, _Tuning
+from treadle.backends.opencl import OpenClBackend
 from treadle.cases import all_cases
 from treadle.checks import inputs_of
 from treadle.generate import write_weight
@@ -156,7 +156,7 @@ def test_small_work_groups_train(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_cut_of_a_kernel_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(opencl(), 2)
-    monkeypatch.setattr(_Tuning, "choose", lambda self, call: len(call.grids) - 1)
+    monkeypatch.setattr(gpu.Tuning, "choose", lambda self, call: len(call.grids) - 1)
     losses, weight = train(opencl(), 2)
     assert losses == expected[0]
     np.testing.assert_array_equal(weight, expected[1])
