@@ -28,21 +28,23 @@ DEVICE float slope_(float x, float lse, float dloss, float cap, int is_target) {
 #define SLOPES(v) SLOPE(v, 0)
 #endif
 
-/* logits [rows, stride], of which `columns` count: dlogits take their place, 0 beyond the columns.
-   losses, counts [rows]. dloss: NULL where no gradient is wanted. A work-item writes what it alone
-   has read, after all have read the target's logit. */
-KERNEL classifier(GLOBAL T *logits, GLOBAL float *losses, GLOBAL float *counts,
-                  GLOBAL const float *dloss, GLOBAL const i32 *targets, i64 rows, i64 columns,
-                  i64 stride, i64 ignore_index, float cap) {
+/* dlogits [rows, stride], which may be the logits, of which `columns` count; 0 beyond them. losses,
+   counts [rows]. dloss: NULL where no gradient is wanted. A work-item writes where it alone has
+   read, after all have read the target's logit. */
+KERNEL classifier(GLOBAL U *dlogits, GLOBAL float *losses, GLOBAL float *counts,
+                  GLOBAL const float *logits, GLOBAL const float *dloss,
+                  GLOBAL const i32 *targets, i64 rows, i64 columns, i64 stride, i64 ignore_index,
+                  float cap) {
     LOCAL float scratch[2 * GROUP];
     const i64 row = ROW < rows ? ROW : rows - 1;
     const i32 target = targets[row];
     const int counted = target != ignore_index && target >= 0 && target < columns;
-    GLOBAL T *x = logits + row * stride;
+    GLOBAL const float *x = logits + row * stride;
+    GLOBAL U *dx = dlogits + row * stride;
     const int n = (int)stride;
     float top = -INF, sum = 0.0f;
     for (int i = VEC * LANE; i < n; i += VEC * LANES) {
-        vec v = LOADV(T, x, i);
+        vec v = LOADV(f32, x, i);
         float most = MOST(v);
         if (most > top) { /* fmax leaves NaN out; the exponentials bring it back */
             sum = top == -INF ? sum : sum * exp(top - most);
@@ -55,7 +57,7 @@ KERNEL classifier(GLOBAL T *logits, GLOBAL float *losses, GLOBAL float *counts,
     const float scaled = top == -INF ? sum : sum * exp(top - most);
     const float lse = most + log(lanes_sum(scaled, scratch));
     if (LANE == 0 && ROW < rows) {
-        losses[row] = counted ? lse - capped_(LOAD(T, x, target), cap) : 0.0f;
+        losses[row] = counted ? lse - capped_(x[target], cap) : 0.0f;
         counts[row] = counted ? 1.0f : 0.0f;
     }
     BARRIER();
@@ -63,10 +65,10 @@ KERNEL classifier(GLOBAL T *logits, GLOBAL float *losses, GLOBAL float *counts,
     const float scale = *dloss;
     for (int i = VEC * LANE; i < n; i += VEC * LANES) {
         if (counted) {
-            vec v = LOADV(T, x, i);
-            STOREV(T, x, i, SLOPES(v));
+            vec v = LOADV(f32, x, i);
+            STOREV(U, dx, i, SLOPES(v));
         } else {
-            STOREV(T, x, i, vec_of(0.0f));
+            STOREV(U, dx, i, vec_of(0.0f));
         }
     }
 }

@@ -327,8 +327,8 @@ def _gpu_chunks(target: Gpu, rows: int, vocabulary: int, most: int | None) -> li
 def _lower_gpu(
     target: Gpu, node: Node, ignore_index: int, most: int | None, softcap: float | None
 ) -> list[Launch]:
-    """Chunk by chunk: logits in x's dtype, the loss and dlogits in their place by one kernel, dx,
-    and dweight."""
+    """Chunk by chunk: logits in float32, the loss and dlogits by one kernel, dx, and dweight.
+    dlogits take the logits' place where they are of one dtype."""
     x, weight, targets, *dloss = node.inputs
     assert x is not None and weight is not None and targets is not None
     dx, dweight = (node.out(2), node.out(3)) if len(node.outputs) > 2 else (None, None)
@@ -339,7 +339,8 @@ def _lower_gpu(
     stride = vocabulary
     if target.vendor:
         stride = blocks(vocabulary, VENDOR_COLUMNS) * VENDOR_COLUMNS
-    logits, packed = Temp(tallest * stride * size, "logits"), Temp(0, "packed")
+    logits, packed = Temp(tallest * stride * 4, "logits"), Temp(0, "packed")
+    dlogits = logits if size == 4 else Temp(tallest * stride * size, "dlogits")
     pairs = [Temp(rows * 4, "partial") for _ in range(2)]
     wanted = dloss[0] if dloss and (dx is not None or dweight is not None) else None
 
@@ -349,26 +350,26 @@ def _lower_gpu(
         part = Slice(x, start * channels * size, n * channels * size)
         labels = Slice(targets, start * 4, n * 4)
         sums = [Slice(p, start * 4, n * 4) for p in pairs]
-        grid = row_grid(target, "classifier", [x.dtype], n, stride)
+        grid = row_grid(target, "classifier", ["float32", x.dtype], n, stride)
         launches += matmul_launches(
-            *(target, logits, part, weight, (n, vocabulary, channels), x.dtype, x.dtype),
+            *(target, logits, part, weight, (n, vocabulary, channels), x.dtype, "float32"),
             transpose_b=True,
             y_stride=stride,
             packed=packed,
         )
-        args: list[Arg] = [logits, *sums, wanted, labels]
+        args: list[Arg] = [dlogits, *sums, logits, wanted, labels]
         dims, cap = [n, vocabulary, stride, ignore_index], [softcap or 0.0]
         launches.append(Launch("classifier", args, 3, dims, cap, grids=[grid]))
         if dx is not None:
             out = Slice(dx, start * channels * size, n * channels * size)
             launches += matmul_launches(
-                *(target, out, logits, weight, (n, channels, vocabulary), x.dtype, dx.dtype),
+                *(target, out, dlogits, weight, (n, channels, vocabulary), x.dtype, dx.dtype),
                 a_stride=stride,
                 packed=packed,
             )
         if dweight is not None:
             launches += matmul_launches(
-                *(target, dweight, logits, part, (vocabulary, channels, n), x.dtype, "float32"),
+                *(target, dweight, dlogits, part, (vocabulary, channels, n), x.dtype, "float32"),
                 transpose_a=True,
                 a_stride=stride,
                 accumulate=i > 0 or into,
