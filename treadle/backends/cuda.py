@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,8 @@ from treadle.graph.value import STORAGE, from_bfloat16, to_bfloat16
 INSTEAD = "or use --device cpu"
 LEAST = (7, 5)  # compute capability that the kernels need
 LEAST_BF16 = (8, 0)
+# Calls of a captured graph that do not wait for each other run on so many streams.
+STREAMS = 4
 MIRRORED = ("scalar", "input", "output")  # roles of buffers that have a copy on the host
 
 
@@ -104,7 +107,8 @@ class CudaBackend(Backend):
 
         self.device = Device(self.ordinal)
         self.device.set_current()
-        self.stream = self.device.create_stream()
+        self.streams = [self.device.create_stream() for _ in range(STREAMS)]
+        self.stream = self.streams[0]
         capability = self.device.compute_capability
         self.capability = (int(capability[0]), int(capability[1]))
         if self.capability < LEAST:
@@ -203,9 +207,10 @@ class CudaExecutable(Executable):
         self._tuning = gpu.Tuning("cuda", backend.identity(), self._measure)
         self._calls = {n: [self._bind(c) for c in found] for n, found in calls.items()}
         self._tuning.save()
-        for found in self._calls.values():  # libraries load their kernels at first use
-            for run in found:
-                run()
+        self._schedules = {n: schedule(found) for n, found in calls.items()}
+        for bound in self._calls.values():  # libraries load their kernels at first use
+            for run in bound:
+                run(0)
         self.stream.sync()
         self._clear()
         self._captured: dict[tuple[str, ...], Any] = {}
@@ -250,7 +255,7 @@ class CudaExecutable(Executable):
     # ------------------------------------------------------------ calls
 
     def _bind(self, call: gpu.Call) -> Any:
-        """A function without arguments that puts the call on the stream."""
+        """A function that puts the call on a stream, by its number."""
         if call.grids[0].items == 0:  # a vendor's library
             return self._libraries.bind(call, [self._pointer(m) for m in call.memory])
         best = self._tuning.choose(call) if len(call.grids) > 1 else 0
@@ -267,11 +272,12 @@ class CudaExecutable(Executable):
             *(np.float32(x) for x in call.launch.nums),
         )
         config = LaunchConfig(grid=(*grid.groups, 1, 1)[:3], block=(grid.items, 1, 1))
-        stream = self.stream
-        return lambda: launch(stream, config, kernel, *arguments)
+        streams = self.backend.streams
+        return lambda s: launch(streams[s], config, kernel, *arguments)
 
     def _measure(self, call: gpu.Call, grid: Grid) -> float:
-        return gpu.fastest(self.bound(call, grid), self.stream.sync)
+        bound = self.bound(call, grid)
+        return gpu.fastest(lambda: bound(0), self.stream.sync)
 
     def run(self, *graphs: str) -> None:
         self._mirrors.send()
@@ -285,12 +291,37 @@ class CudaExecutable(Executable):
         mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         checked(d.cuStreamBeginCapture(self._handle(), mode))
         for name in graphs:
-            for run in self._calls[name]:
-                run()
+            self._put(self._calls[name], self._schedules[name])
         captured = checked(d.cuStreamEndCapture(self._handle()))
         made = checked(d.cuGraphInstantiate(captured, 0))
         checked(d.cuGraphDestroy(captured))
         return made
+
+    def _put(self, bound: list[Any], places: list[Slot]) -> None:
+        """Put a graph's calls on the streams, which come together again in the first."""
+        d = driver()
+        streams = [s.handle for s in self.backend.streams]
+        disabled = d.CUevent_flags.CU_EVENT_DISABLE_TIMING
+
+        def mark(s: int) -> Any:
+            event = checked(d.cuEventCreate(disabled))
+            checked(d.cuEventRecord(event, streams[s]))
+            return event
+
+        used = sorted({place.stream for place in places} - {0})
+        start = mark(0)
+        for s in used:
+            checked(d.cuStreamWaitEvent(streams[s], start, 0))
+        awaited = {j for place in places for j in place.waits}
+        events: dict[int, Any] = {}
+        for i, (run, place) in enumerate(zip(bound, places, strict=True)):
+            for j in place.waits:
+                checked(d.cuStreamWaitEvent(streams[place.stream], events[j], 0))
+            run(place.stream)
+            if i in awaited:
+                events[i] = mark(place.stream)
+        for s in used:
+            checked(d.cuStreamWaitEvent(streams[0], mark(s), 0))
 
     def profile(self, graph: str) -> list[tuple[Node, float]]:
         seconds = {id(node): 0.0 for node in self.plans[graph].graph.nodes}
@@ -298,7 +329,7 @@ class CudaExecutable(Executable):
         self.stream.sync()
         for run, nodes in zip(self._calls[graph], self._nodes[graph], strict=True):
             start = time.perf_counter()
-            run()
+            run(0)
             self.stream.sync()
             seconds[id(nodes[0])] += time.perf_counter() - start
         self._mirrors.fetch()
@@ -430,21 +461,84 @@ def _bytes_at(pointer: int, nbytes: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer))
 
 
+# ---------------------------------------------------------------- order
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a call runs: its stream, and the calls of other streams that it waits for."""
+
+    stream: int
+    waits: tuple[int, ...]
+
+
+def schedule(calls: list[gpu.Call]) -> list[Slot]:
+    """Calls on several streams: one waits for another where both touch the same memory and one of
+    them writes it. Whatever the order that results, the bits are those of one stream.
+
+    A call follows the latest of those that it waits for on its stream, so that a chain stays on
+    one; cuDNN's stay on the first, which its handle is bound to.
+    """
+    touched: dict[int, list[tuple[int, int, int, bool]]] = {}  # by piece: from, to, call, writes
+    slots: list[Slot] = []
+    clocks: list[list[int]] = []  # by call: the last call of each stream that it comes behind
+    last = [-1] * STREAMS
+    for i, call in enumerate(calls):
+        needed: set[int] = set()
+        for k, m in enumerate(call.memory):
+            if m is not None:
+                needed |= _touch(touched.setdefault(m.piece, []), m, i, k < call.launch.writes)
+        needed.discard(i)
+        behind = [j for j in sorted(needed, reverse=True) if last[slots[j].stream] == j]
+        if call.grids[0].source == "cudnn":
+            stream = 0
+        elif behind:
+            stream = slots[behind[0]].stream
+        else:
+            stream = last.index(min(last))
+        clock = list(clocks[last[stream]]) if last[stream] >= 0 else [-1] * STREAMS
+        clock[stream] = max(clock[stream], last[stream])
+        waits = []
+        for j in sorted(needed, reverse=True):
+            if clock[slots[j].stream] < j:
+                waits.append(j)
+                clock = [max(a, b) for a, b in zip(clock, clocks[j], strict=True)]
+                clock[slots[j].stream] = max(clock[slots[j].stream], j)
+        slots.append(Slot(stream, tuple(waits)))
+        clocks.append(clock)
+        last[stream] = i
+    return slots
+
+
+def _touch(
+    known: list[tuple[int, int, int, bool]], m: gpu.Memory, call: int, writes: bool
+) -> set[int]:
+    """Note that a call touches memory of a piece; the earlier calls that it has to wait for. What
+    it overwrites whole need not be remembered: whoever comes later waits for it."""
+    start, end = m.offset, m.offset + m.nbytes
+    found = {j for a, b, j, w in known if a < end and start < b and (w or writes)}
+    if writes:
+        known[:] = [x for x in known if not (start <= x[0] and x[1] <= end) or x[2] == call]
+    known.append((start, end, call, writes))
+    return found
+
+
 # ---------------------------------------------------------------- libraries
 
 
 class Libraries:
-    """cuBLASLt and cuDNN, with the workspace that they share: one call runs at a time."""
+    """cuBLASLt and cuDNN, and their workspaces."""
 
     def __init__(self, backend: CudaBackend) -> None:
         self.backend = backend
         self.workspace_bytes = 0
-        self.workspace = 0
+        self._workspaces: list[int] = []
+        self._dnn_workspace, self._dnn_bytes = 0, 0
         self._blas: Any = None
         self._dnn: Any = None
 
     def bind(self, call: gpu.Call, pointers: list[int]) -> Any:
-        """A function without arguments that puts the call on the stream."""
+        """A function that puts the call on a stream, by its number."""
         if call.grids[0].source == "cublaslt":
             if self._blas is None:
                 from treadle.backends.cublaslt import CublasLt
@@ -457,16 +551,23 @@ class Libraries:
             self._dnn = Cudnn(self.backend, self)
         return self._dnn.bind(call, pointers)
 
-    def reserve(self, nbytes: int) -> int:
-        """The address of a workspace of at least so many bytes. An earlier one stays where it is,
-        since calls are bound to it."""
-        if nbytes > self.workspace_bytes:
-            self.workspace = int(checked(driver().cuMemAlloc(nbytes)))
-            self.workspace_bytes = nbytes
-        return self.workspace
+    def allocate(self, nbytes: int) -> int:
+        """The address of a workspace, which stays until the end."""
+        self._workspaces.append(int(checked(driver().cuMemAlloc(nbytes))))
+        self.workspace_bytes += nbytes
+        return self._workspaces[-1]
+
+    def for_attention(self, nbytes: int) -> int:
+        """A workspace for calls of the first stream, one of which runs at a time. An earlier one
+        stays where it is, since calls are bound to it."""
+        if nbytes > self._dnn_bytes:
+            self._dnn_workspace, self._dnn_bytes = self.allocate(nbytes), nbytes
+        return self._dnn_workspace
 
     def close(self) -> None:
         """Give handles back."""
         for library in (self._blas, self._dnn):
             if library is not None:
                 library.close()
+        for pointer in self._workspaces:
+            checked(driver().cuMemFree(pointer))

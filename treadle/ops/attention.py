@@ -220,7 +220,8 @@ class _Heads(Op):
                 "DROP": int(self.dropout > 0),
                 "CAP": int(self.softcap is not None),
             }
-            defines = ((kernel, 1), ("T", SUFFIX[qkv.dtype]), *numbers.items())
+            kind: tuple[tuple[str, str | int], ...] = ((kernel, 1), ("T", SUFFIX[qkv.dtype]))
+            defines = (*kind, *numbers.items())
             grids.append(Grid("attention", (blocks(t, own), heads, b), items, defines))
         return grids[:1] if target.vector > 1 else grids
 
