@@ -332,6 +332,7 @@ class CudaExecutable(Executable):
             super().read_into(name, target)
 
     def _read(self, name: str, data: np.ndarray) -> None:
+        self._mirrors.send()  # what was written and not yet used
         self.stream.sync()
         if data.nbytes and not self._mirrors.read(name, data):
             checked(driver().cuMemcpyDtoH(data.ctypes.data, self._address(name), data.nbytes))
@@ -387,10 +388,11 @@ class _Mirrors:
         return True
 
     def read(self, name: str, data: np.ndarray) -> bool:
-        """The same for reading; the stream has come to its end."""
+        """The same for reading, of outputs alone: a graph may update its inputs. The stream has
+        come to its end."""
         piece, offset = self.executable._offsets[name]
         self.in_flight.clear()
-        if piece not in self.copies:
+        if piece not in self.incoming:
             return False
         found = self.copies[piece][offset : offset + data.nbytes]
         np.copyto(data, found.view(data.dtype).reshape(data.shape))

@@ -209,7 +209,7 @@ class _Heads(Op):
                 continue
             if rows * width > SUMS and rows > 2:
                 continue
-            numbers = {
+            numbers: dict[str, str | int] = {
                 "D": size,
                 "CHUNKS": chunks,
                 "CHUNK": chunk,

@@ -13,6 +13,8 @@ from treadle.errors import DTypeError
 from treadle.graph.op import (
     BLOCK,
     Cost,
+    Gpu,
+    Grid,
     Launch,
     Node,
     Op,
@@ -23,11 +25,14 @@ from treadle.graph.op import (
     suffixed,
     touched,
 )
-from treadle.graph.value import Spec, Value
+from treadle.graph.value import SUFFIX, Spec, Value
 
 # A turn of a pair in 2^-TURN_BITS of the circle for each position: integers, whose products with a
 # position are exact modulo a whole turn (rope.c).
 TURN_BITS = 48
+# On a GPU: work-items of a group, and heads that one turns (rope.cl).
+ITEMS = 256
+HEADS_EACH = 4
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,25 @@ class Rope(Op):
         b, t, width = y.shape
         sign, half = -1 if self.inverse else 1, len(self.frequencies)
         turns = [round(f / (2 * pi) * 2**TURN_BITS) * sign % 2**TURN_BITS for f in self.frequencies]
+        if isinstance(target, Gpu):
+            return [self._gpu_launch(target, y, qkv, start, turns)]
         times = max(1, BLOCK // (b * width))  # positions of a task, of all sequences
         dims = [b, t, self.n_head + self.n_kv_head, self.n_kv_head, half, times, *turns]
         kernel = suffixed("rope", y.dtype)
         scratch = 2 * 4 * half
         return [Launch(kernel, [y, qkv, start], 1, dims, tasks=blocks(t, times), scratch=scratch)]
+
+    def _gpu_launch(
+        self, target: Gpu, y: Value, qkv: Value | None, start: Value | None, turns: list[int]
+    ) -> Launch:
+        b, t, _ = y.shape
+        rotated, copied, half = self.n_head + self.n_kv_head, self.n_kv_head, len(turns)
+        pairs, items = 4 if half % 4 == 0 else 1, target.items(ITEMS)
+        groups = (blocks(b * t * half // pairs, items), blocks(rotated + copied, HEADS_EACH))
+        table = "{" + ", ".join(map(str, turns)) + "}"
+        defines = (("T", SUFFIX[y.dtype]), ("HALF", half), ("W", pairs), ("TURNS", table))
+        grid = Grid("rope", groups, items, defines)
+        return Launch("rope", [y, qkv, start], 1, [b * t, t, rotated, copied], grids=[grid])
 
 
 def rope(
