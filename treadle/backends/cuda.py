@@ -28,6 +28,9 @@ from treadle.graph.value import STORAGE, from_bfloat16, to_bfloat16
 INSTEAD = "or use --device cpu"
 LEAST = (7, 5)  # compute capability that the kernels need
 LEAST_BF16 = (8, 0)
+# Bytes behind each piece of memory, so that a product may be computed for more columns than a
+# tensor has (ops/classifier.py).
+SLACK = 1 << 20
 # Calls of a captured graph that do not wait for each other run on so many streams.
 STREAMS = 4
 MIRRORED = ("scalar", "input", "output")  # roles of buffers that have a copy on the host
@@ -198,6 +201,7 @@ class CudaExecutable(Executable):
         self._libraries = Libraries(backend)
         self._pieces: list[int] = []
         self._refuse_too_large()
+        self._sizes = [size + SLACK for size in self._sizes]
         for size in self._sizes:
             self._pieces.append(self._allocate(size))
         self._mirrors = _Mirrors(self, layout)

@@ -308,8 +308,11 @@ def _lower(
 GPU_ROWS = 256
 GPU_CHUNK_LOGITS, GPU_CHUNK_ROWS = 1 << 25, 1024
 VENDOR_CHUNK_LOGITS = 1 << 28
-# Rows of logits are a multiple of so many where a library's product writes them.
+# Rows of logits are a multiple of so many where a library's product writes them. An odd vocabulary
+# costs it six times as long, so where only weights follow the weight in memory, what lies there is
+# multiplied along: the loss ignores those columns, and their dlogits are 0.
 VENDOR_COLUMNS = 64
+WEIGHTS = ("weight", "shadow")
 
 
 def _gpu_chunks(target: Gpu, rows: int, vocabulary: int, most: int | None) -> list[tuple[int, int]]:
@@ -336,9 +339,11 @@ def _lower_gpu(
     size, into = itemsize(x.dtype), bool(node.op.updates)
     parts = _gpu_chunks(target, rows, vocabulary, most)
     tallest = max(end - start for start, end in parts)
-    stride = vocabulary
+    stride = columns = vocabulary
     if target.vendor:
         stride = blocks(vocabulary, VENDOR_COLUMNS) * VENDOR_COLUMNS
+        if weight.buffer is not None and weight.buffer.role in WEIGHTS:
+            columns = stride
     logits, packed = Temp(tallest * stride * 4, "logits"), Temp(0, "packed")
     dlogits = logits if size == 4 else Temp(tallest * stride * size, "dlogits")
     pairs = [Temp(rows * 4, "partial") for _ in range(2)]
@@ -352,7 +357,7 @@ def _lower_gpu(
         sums = [Slice(p, start * 4, n * 4) for p in pairs]
         grid = row_grid(target, "classifier", ["float32", x.dtype], n, stride)
         launches += matmul_launches(
-            *(target, logits, part, weight, (n, vocabulary, channels), x.dtype, "float32"),
+            *(target, logits, part, weight, (n, columns, channels), x.dtype, "float32"),
             transpose_b=True,
             y_stride=stride,
             packed=packed,
@@ -363,7 +368,7 @@ def _lower_gpu(
         if dx is not None:
             out = Slice(dx, start * channels * size, n * channels * size)
             launches += matmul_launches(
-                *(target, out, dlogits, weight, (n, channels, vocabulary), x.dtype, dx.dtype),
+                *(target, out, dlogits, weight, (n, channels, columns), x.dtype, dx.dtype),
                 a_stride=stride,
                 packed=packed,
             )
