@@ -115,7 +115,11 @@ class CublasLt:
         return [_Algorithm(found, i) for i in range(int(count[0]))]
 
     def _fastest(self, key: str, found: list[Any], start: Any) -> int:
-        """The index of the algorithm to use: as recorded, or measured now."""
+        """The index of the algorithm to use: as this run began with, as found before, or measured
+        now. Algorithms differ in the order of their sums, so it can change bits."""
+        choices = self.backend.choices
+        if key in choices:
+            self.known[key] = choices[key]
         if key not in self.known:
             times = []
             for algorithm in found:
@@ -126,7 +130,8 @@ class CublasLt:
                     times.append(float("inf"))
             self.known[key] = times.index(min(times))
             kernel_cache.store_choices(self.file + ".json", {key: self.known[key]})
-        return min(self.known[key], len(found) - 1)
+        choices[key] = min(self.known[key], len(found) - 1)
+        return choices[key]
 
     def close(self) -> None:
         """Give the handle back."""

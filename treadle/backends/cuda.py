@@ -104,6 +104,7 @@ class CudaBackend(Backend):
     def __init__(
         self, device: str = "cuda", deterministic: bool = True, tf32: bool = False
     ) -> None:
+        super().__init__()
         self.ordinal = choose(device)
         self.deterministic, self.tf32 = deterministic, tf32
         from cuda.core import Device

@@ -141,6 +141,7 @@ class OpenClBackend(Backend):
     name = "opencl"
 
     def __init__(self, device: str = "opencl") -> None:
+        super().__init__()
         cl = module()
         self.device = choose(device)
         version = re.match(r"OpenCL (\d+)\.(\d+)", self.device.version)
