@@ -74,6 +74,48 @@ def device_count() -> int:
     return int(checked(driver().cuDeviceGetCount()))
 
 
+@dataclass(frozen=True)
+class Facts:
+    """A device. device: its name after --device. memory: bytes, and local those of a work-group;
+    units: multiprocessors; group: threads of a block."""
+
+    device: str
+    name: str
+    driver: str
+    capability: tuple[int, int]
+    memory: int
+    units: int
+    group: int
+    local: int
+
+
+def version() -> str:
+    """The version of CUDA that the driver knows."""
+    number = int(checked(driver().cuDriverGetVersion()))
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def devices() -> list[Facts]:
+    """All CUDA devices; BackendError without the packages or a driver."""
+    d = driver()
+    attribute = d.CUdevice_attribute
+    wanted = (
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        attribute.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
+        attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK,
+    )
+    found = []
+    for i in range(device_count()):
+        handle = checked(d.cuDeviceGet(i))
+        major, minor, *rest = (int(checked(d.cuDeviceGetAttribute(a, handle))) for a in wanted)
+        name = checked(d.cuDeviceGetName(256, handle)).split(b"\0")[0].decode()
+        memory = int(checked(d.cuDeviceTotalMem(handle)))
+        found.append(Facts(f"cuda:{i}", name, version(), (major, minor), memory, *rest))
+    return found
+
+
 def choose(name: str) -> int:
     """The ordinal for `cuda` or `cuda:N`; BackendError when there is none."""
     wanted = name.partition(":")[2] or "0"
@@ -136,11 +178,10 @@ class CudaBackend(Backend):
         return f"cuda, {self.device.name}, {mode}{', TF32' if self.tf32 else ''}"
 
     def identity(self) -> dict[str, str]:
-        version = int(checked(driver().cuDriverGetVersion()))
         return {
             "backend": self.name,
             "device": self.device.name,
-            "driver": f"{version // 1000}.{version % 1000 // 10}",
+            "driver": version(),
             "mode": f"{'deterministic' if self.deterministic else 'fast'}"
             f"{' tf32' if self.tf32 else ''}",
         }

@@ -167,5 +167,23 @@ class _Asked:
             return None
 
 
+# ---------------------------------------------------------------- CUDA
+
+
+def _cuda(found: Found) -> None:
+    from treadle.backends import cuda
+
+    try:
+        devices = cuda.devices()
+    except Exception as error:  # whatever a broken driver does
+        found.notes.append(f"cuda: {one_line(error)}")
+        return
+    for d in devices:
+        features = [f"compute capability {d.capability[0]}.{d.capability[1]}"]
+        features += ["bfloat16"] if d.capability >= cuda.LEAST_BF16 else []
+        sizes = d.memory, d.units, d.group, d.local
+        found.devices.append(Device(d.device, d.name, "GPU", "CUDA", d.driver, *sizes, features))
+
+
 # Backends in the order in which they are listed; each adds its devices, or a line on what it lacks.
-SOURCES: tuple[Callable[[Found], None], ...] = (_cpu, _numpy, _opencl)
+SOURCES: tuple[Callable[[Found], None], ...] = (_cpu, _numpy, _opencl, _cuda)
