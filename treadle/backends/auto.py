@@ -1,4 +1,4 @@
-"""What `--device auto` is: an NVIDIA GPU through CUDA where there is one, else the processor, unless
+"""What `--device auto` is: an NVIDIA GPU through CUDA if it is there; else the processor, unless
 another graphics processor wins a comparison with it.
 
 The comparison multiplies two matrices on both (treadle/measure.py). It happens once for each

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import typer
@@ -171,6 +173,8 @@ class _Asked:
 
 
 def _cuda(found: Found) -> None:
+    if find_spec("cuda") is None and shutil.which("nvidia-smi") is None:
+        return  # who has no NVIDIA GPU need not read of it
     from treadle.backends import cuda
 
     try:
