@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 # Twice quiet: errors alone, without the warnings of setuptools about every editable package.
 PIP = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
-.PHONY: demo install test parity test-arm lint format bench loc build clean
+.PHONY: demo install test parity test-arm test-cuda lint format bench loc build clean
 
 demo: install
 	$(BIN)/treadle demo
@@ -45,6 +45,14 @@ parity: install $(VENV)/.parity
 # The op table on 64-bit Arm, emulated; wants gcc-aarch64-linux-gnu and qemu-user.
 test-arm: install $(VENV)/.dev
 	$(BIN)/python -m pytest -m arm tests/test_arm.py
+
+# The op table and training on an NVIDIA GPU.
+test-cuda: install $(VENV)/.cuda
+	$(BIN)/python -m pytest -m cuda tests/test_cuda.py
+
+$(VENV)/.cuda: $(VENV)/.dev pyproject.toml
+	$(PIP) --editable '.[cuda,parity]'
+	@touch $@
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

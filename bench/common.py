@@ -152,15 +152,21 @@ def parser(description: str, presets: Sequence[str], seconds: float) -> argparse
 
 def parse(made: argparse.ArgumentParser) -> tuple[argparse.Namespace, Setting]:
     """The parsed options, with defaults filled in, and the setting."""
+    options = options_of(made)
+    gflops = {p: getattr(options, f"peak_{p}") for p in PRECISIONS}
+    threads = CpuBackend(options.threads).threads
+    return options, Setting(threads, options.rounds, options.seconds, gflops, options.bandwidth)
+
+
+def options_of(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """The parsed options, with defaults filled in."""
     options = made.parse_args()
     options.presets = options.presets or list(options.default_presets)
     for name in options.presets:
         if name not in PRESETS:
             made.error(f"there is no preset '{name}'; one of {', '.join(PRESETS)}")
     options.precision = options.precision or list(PRECISIONS)
-    gflops = {p: getattr(options, f"peak_{p}") for p in PRECISIONS}
-    threads = CpuBackend(options.threads).threads
-    return options, Setting(threads, options.rounds, options.seconds, gflops, options.bandwidth)
+    return options
 
 
 # ---------------------------------------------------------------- measuring

@@ -382,7 +382,7 @@ def main() -> None:
     made.add_argument("--device", default="opencl", help="%(default)s")
     made.add_argument("--llmc", type=Path, metavar="PATH", help="a built train_gpt2cu of llm.c")
     made.add_argument("--only", action="append", metavar="NAME", help="contestants; repeatable")
-    options, _ = common.parse(made)
+    options = common.options_of(made)
     report: dict[str, Any] = {"device": options.device, "presets": {}}
     print("times in ms, ratio = time / treadle's, memory = peak MiB, error = of losses")
     for name in options.presets:

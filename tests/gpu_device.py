@@ -21,6 +21,7 @@ def _start() -> OpenClBackend | str:
     """The backend, or why there is none."""
     from treadle.backends.opencl import OpenClBackend
 
+    os.environ.setdefault("TREADLE_TUNE", "0")  # one kernel of several that give the same bits
     try:
         return OpenClBackend(DEVICE)
     except BackendError as error:

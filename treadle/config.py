@@ -43,7 +43,7 @@ from treadle.errors import ConfigError
 from treadle.files import one_line, write_atomic
 
 ARCHITECTURES = ("gpt2", "llama", "gemma")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "tf32")
 RECOMPUTE = ("none", "gelu", "block")
 TOKENIZERS = ("auto", "char", "byte", "bpe")
 ROPE_SCALING = (
@@ -281,7 +281,9 @@ class TrainConfig(_Section):
         None, "CPU threads; null takes OMP_NUM_THREADS, else the physical cores."
     )
     precision: Precision = _key(
-        "fp32", "Activations and matrix operands; weights, moments and sums stay float32."
+        "fp32",
+        "Activations and matrix operands; weights, moments and sums stay float32. tf32 is fp32 "
+        "with the operands of matrix products rounded to 10 bits, on CUDA alone.",
     )
     recompute: Recompute = _key(
         "none",
@@ -289,7 +291,8 @@ class TrainConfig(_Section):
         "of each block; the results have the same bits.",
     )
     deterministic: bool = _key(
-        True, "The same bits on every run; false permits a backend to give that up for speed."
+        True,
+        "The same bits on every run; false lets NVIDIA's libraries add in any order, for speed.",
     )
     eval_every: Period = _key(250, "Steps between evaluations; 0 turns them off.")
     eval_batches: Count | None = _key(

@@ -1,4 +1,5 @@
-"""What `--device auto` is: the processor, unless a graphics processor wins a comparison with it.
+"""What `--device auto` is: an NVIDIA GPU through CUDA if it is there; else the processor, unless
+another graphics processor wins a comparison with it.
 
 The comparison multiplies two matrices on both (treadle/measure.py). It happens once for each
 device, driver and processor, in a process of its own, so that a driver that hangs or crashes costs
@@ -62,6 +63,9 @@ def choose() -> Choice:
     """The fastest device, as the comparisons say, and why."""
     alone = _host_alone()
     try:
+        nvidia = cuda_gpus()
+        if nvidia:
+            return Choice(nvidia[0].device, f"{nvidia[0].name} is there")
         found = [gpu for family in FAMILIES for gpu in family()]
         if not found:
             return alone
@@ -92,6 +96,18 @@ def opencl_gpus() -> list[Candidate]:
         for i, d in enumerate(found)
         if opencl.is_gpu(d)
     ]
+
+
+def cuda_gpus() -> list[Candidate]:
+    """The NVIDIA GPUs that CUDA shows; none without cuda-core, nvmath-python or a driver."""
+    if any(find_spec(name) is None for name in ("cuda", "nvmath")):
+        return []
+    from treadle.backends import cuda
+
+    try:
+        return [Candidate(d.device, d.name, d.driver) for d in cuda.devices()]
+    except BackendError:
+        return []
 
 
 # What looks for graphics processors. It must cost little where there is nothing to find.

@@ -73,10 +73,14 @@ class Executable(ABC):
 
 class Backend(ABC):
     """A way to run programs on a device. target: what their graphs are lowered for, None where
-    they run by reference."""
+    they run by reference. choices: what was measured and can change bits, by key; a run that goes
+    on is given those that it began with, before anything is loaded."""
 
     name: str
     target: Target | None = None
+
+    def __init__(self) -> None:
+        self.choices: dict[str, int] = {}
 
     @abstractmethod
     def load(self, program: Program, graphs: Iterable[str] | None = None) -> Executable:

@@ -156,6 +156,7 @@ class CpuBackend(Backend):
     target = "cpu"
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+        super().__init__()
         self.library = library(isa)
         if threads is not None and threads < 1:
             raise BackendError(f"threads must be at least 1, got {threads}")

@@ -14,7 +14,7 @@ import numpy as np
 from treadle.backends import gpu, kernel_cache
 from treadle.errors import BackendError
 
-WORKSPACE = 64 << 20
+WORKSPACE = 32 << 20  # of each stream
 CANDIDATES = 8
 REAL = {"f32": 0, "bf16": 14}  # cudaDataType
 COMPUTE_F32, COMPUTE_TF32 = 68, 77  # cublasComputeType_t
@@ -36,7 +36,8 @@ class CublasLt:
             ) from None
         self.lt, self.backend, self.libraries = lt, backend, libraries
         self.handle = lt.create()
-        self.workspace = libraries.reserve(WORKSPACE)
+        self.workspaces = [libraries.allocate(WORKSPACE) for _ in backend.streams]
+        self.streams = [int(stream.handle) for stream in backend.streams]
         self.file = "cublaslt-" + kernel_cache.digest(
             *backend.identity().values(), str(lt.get_version())
         )
@@ -44,7 +45,7 @@ class CublasLt:
         self.one, self.zero = np.ones(1, np.float32), np.zeros(1, np.float32)
 
     def bind(self, call: gpu.Call, pointers: list[int]) -> Any:
-        """A function without arguments that puts a product on the stream. Arguments: y, pre, a, b,
+        """A function that puts a product on a stream, by its number. Arguments: y, pre, a, b,
         bias, residual; dims as ops/vendor.py writes them."""
         y, pre, a, b, bias, residual = pointers
         m, n, k, ta, tb, lda, ldb, ldy, accumulate = call.dims
@@ -71,20 +72,20 @@ class CublasLt:
         added = y if accumulate else residual
         alpha, beta = self.one, self.one if added else self.zero
         added = added or y
-        workspace, stream = self.workspace, int(self.backend.stream.handle)
+        workspaces, streams = self.workspaces, self.streams
 
-        def start(algorithm: int) -> None:
+        def start(algorithm: int, stream: int = 0) -> None:
             lt.matmul(
                 *(self.handle, description, alpha.ctypes.data, b, first, a, second),
                 *(beta.ctypes.data, added, result, y, result),
-                *(algorithm, workspace, WORKSPACE, stream),
+                *(algorithm, workspaces[stream], WORKSPACE, streams[stream]),
             )
 
         found = self._algorithms(description, first, second, result)
         key = f"{call.dims} {sorted(kinds.items())} {epilogue} {bool(added != y)}"
         best = self._fastest(key, found, start)
         chosen = found[best]
-        return lambda: start(chosen.ptr)
+        return lambda stream: start(chosen.ptr, stream)
 
     def _set(self, description: int, attribute: Any, value: int, dtype: Any) -> None:
         data = np.array([value], dtype)
@@ -114,7 +115,11 @@ class CublasLt:
         return [_Algorithm(found, i) for i in range(int(count[0]))]
 
     def _fastest(self, key: str, found: list[Any], start: Any) -> int:
-        """The index of the algorithm to use: as recorded, or measured now."""
+        """The index of the algorithm to use: as this run began with, as found before, or measured
+        now. Algorithms differ in the order of their sums, so it can change bits."""
+        choices = self.backend.choices
+        if key in choices:
+            self.known[key] = choices[key]
         if key not in self.known:
             times = []
             for algorithm in found:
@@ -125,7 +130,8 @@ class CublasLt:
                     times.append(float("inf"))
             self.known[key] = times.index(min(times))
             kernel_cache.store_choices(self.file + ".json", {key: self.known[key]})
-        return min(self.known[key], len(found) - 1)
+        choices[key] = min(self.known[key], len(found) - 1)
+        return choices[key]
 
     def close(self) -> None:
         """Give the handle back."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,11 @@ from treadle.graph.value import STORAGE, from_bfloat16, to_bfloat16
 INSTEAD = "or use --device cpu"
 LEAST = (7, 5)  # compute capability that the kernels need
 LEAST_BF16 = (8, 0)
+# Bytes behind each piece of memory, so that a product may be computed for more columns than a
+# tensor has (ops/classifier.py).
+SLACK = 1 << 20
+# Calls of a captured graph that do not wait for each other run on so many streams.
+STREAMS = 4
 MIRRORED = ("scalar", "input", "output")  # roles of buffers that have a copy on the host
 
 
@@ -68,6 +74,48 @@ def device_count() -> int:
     return int(checked(driver().cuDeviceGetCount()))
 
 
+@dataclass(frozen=True)
+class Facts:
+    """A device. device: its name after --device. memory: bytes, and local those of a work-group;
+    units: multiprocessors; group: threads of a block."""
+
+    device: str
+    name: str
+    driver: str
+    capability: tuple[int, int]
+    memory: int
+    units: int
+    group: int
+    local: int
+
+
+def version() -> str:
+    """The version of CUDA that the driver knows."""
+    number = int(checked(driver().cuDriverGetVersion()))
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def devices() -> list[Facts]:
+    """All CUDA devices; BackendError without the packages or a driver."""
+    d = driver()
+    attribute = d.CUdevice_attribute
+    wanted = (
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        attribute.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
+        attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK,
+    )
+    found = []
+    for i in range(device_count()):
+        handle = checked(d.cuDeviceGet(i))
+        major, minor, *rest = (int(checked(d.cuDeviceGetAttribute(a, handle))) for a in wanted)
+        name = checked(d.cuDeviceGetName(256, handle)).split(b"\0")[0].decode()
+        memory = int(checked(d.cuDeviceTotalMem(handle)))
+        found.append(Facts(f"cuda:{i}", name, version(), (major, minor), memory, *rest))
+    return found
+
+
 def choose(name: str) -> int:
     """The ordinal for `cuda` or `cuda:N`; BackendError when there is none."""
     wanted = name.partition(":")[2] or "0"
@@ -98,13 +146,15 @@ class CudaBackend(Backend):
     def __init__(
         self, device: str = "cuda", deterministic: bool = True, tf32: bool = False
     ) -> None:
+        super().__init__()
         self.ordinal = choose(device)
         self.deterministic, self.tf32 = deterministic, tf32
         from cuda.core import Device
 
         self.device = Device(self.ordinal)
         self.device.set_current()
-        self.stream = self.device.create_stream()
+        self.streams = [self.device.create_stream() for _ in range(STREAMS)]
+        self.stream = self.streams[0]
         capability = self.device.compute_capability
         self.capability = (int(capability[0]), int(capability[1]))
         if self.capability < LEAST:
@@ -128,11 +178,10 @@ class CudaBackend(Backend):
         return f"cuda, {self.device.name}, {mode}{', TF32' if self.tf32 else ''}"
 
     def identity(self) -> dict[str, str]:
-        version = int(checked(driver().cuDriverGetVersion()))
         return {
             "backend": self.name,
             "device": self.device.name,
-            "driver": f"{version // 1000}.{version % 1000 // 10}",
+            "driver": version(),
             "mode": f"{'deterministic' if self.deterministic else 'fast'}"
             f"{' tf32' if self.tf32 else ''}",
         }
@@ -194,6 +243,7 @@ class CudaExecutable(Executable):
         self._libraries = Libraries(backend)
         self._pieces: list[int] = []
         self._refuse_too_large()
+        self._sizes = [size + SLACK for size in self._sizes]
         for size in self._sizes:
             self._pieces.append(self._allocate(size))
         self._mirrors = _Mirrors(self, layout)
@@ -203,9 +253,10 @@ class CudaExecutable(Executable):
         self._tuning = gpu.Tuning("cuda", backend.identity(), self._measure)
         self._calls = {n: [self._bind(c) for c in found] for n, found in calls.items()}
         self._tuning.save()
-        for found in self._calls.values():  # libraries load their kernels at first use
-            for run in found:
-                run()
+        self._schedules = {n: schedule(found) for n, found in calls.items()}
+        for bound in self._calls.values():  # libraries load their kernels at first use
+            for run in bound:
+                run(0)
         self.stream.sync()
         self._clear()
         self._captured: dict[tuple[str, ...], Any] = {}
@@ -250,7 +301,7 @@ class CudaExecutable(Executable):
     # ------------------------------------------------------------ calls
 
     def _bind(self, call: gpu.Call) -> Any:
-        """A function without arguments that puts the call on the stream."""
+        """A function that puts the call on a stream, by its number."""
         if call.grids[0].items == 0:  # a vendor's library
             return self._libraries.bind(call, [self._pointer(m) for m in call.memory])
         best = self._tuning.choose(call) if len(call.grids) > 1 else 0
@@ -267,11 +318,12 @@ class CudaExecutable(Executable):
             *(np.float32(x) for x in call.launch.nums),
         )
         config = LaunchConfig(grid=(*grid.groups, 1, 1)[:3], block=(grid.items, 1, 1))
-        stream = self.stream
-        return lambda: launch(stream, config, kernel, *arguments)
+        streams = self.backend.streams
+        return lambda s: launch(streams[s], config, kernel, *arguments)
 
     def _measure(self, call: gpu.Call, grid: Grid) -> float:
-        return gpu.fastest(self.bound(call, grid), self.stream.sync)
+        bound = self.bound(call, grid)
+        return gpu.fastest(lambda: bound(0), self.stream.sync)
 
     def run(self, *graphs: str) -> None:
         self._mirrors.send()
@@ -285,12 +337,37 @@ class CudaExecutable(Executable):
         mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         checked(d.cuStreamBeginCapture(self._handle(), mode))
         for name in graphs:
-            for run in self._calls[name]:
-                run()
+            self._put(self._calls[name], self._schedules[name])
         captured = checked(d.cuStreamEndCapture(self._handle()))
         made = checked(d.cuGraphInstantiate(captured, 0))
         checked(d.cuGraphDestroy(captured))
         return made
+
+    def _put(self, bound: list[Any], places: list[Slot]) -> None:
+        """Put a graph's calls on the streams, which come together again in the first."""
+        d = driver()
+        streams = [s.handle for s in self.backend.streams]
+        disabled = d.CUevent_flags.CU_EVENT_DISABLE_TIMING
+
+        def mark(s: int) -> Any:
+            event = checked(d.cuEventCreate(disabled))
+            checked(d.cuEventRecord(event, streams[s]))
+            return event
+
+        used = sorted({place.stream for place in places} - {0})
+        start = mark(0)
+        for s in used:
+            checked(d.cuStreamWaitEvent(streams[s], start, 0))
+        awaited = {j for place in places for j in place.waits}
+        events: dict[int, Any] = {}
+        for i, (run, place) in enumerate(zip(bound, places, strict=True)):
+            for j in place.waits:
+                checked(d.cuStreamWaitEvent(streams[place.stream], events[j], 0))
+            run(place.stream)
+            if i in awaited:
+                events[i] = mark(place.stream)
+        for s in used:
+            checked(d.cuStreamWaitEvent(streams[0], mark(s), 0))
 
     def profile(self, graph: str) -> list[tuple[Node, float]]:
         seconds = {id(node): 0.0 for node in self.plans[graph].graph.nodes}
@@ -298,7 +375,7 @@ class CudaExecutable(Executable):
         self.stream.sync()
         for run, nodes in zip(self._calls[graph], self._nodes[graph], strict=True):
             start = time.perf_counter()
-            run()
+            run(0)
             self.stream.sync()
             seconds[id(nodes[0])] += time.perf_counter() - start
         self._mirrors.fetch()
@@ -332,6 +409,7 @@ class CudaExecutable(Executable):
             super().read_into(name, target)
 
     def _read(self, name: str, data: np.ndarray) -> None:
+        self._mirrors.send()  # what was written and not yet used
         self.stream.sync()
         if data.nbytes and not self._mirrors.read(name, data):
             checked(driver().cuMemcpyDtoH(data.ctypes.data, self._address(name), data.nbytes))
@@ -387,10 +465,11 @@ class _Mirrors:
         return True
 
     def read(self, name: str, data: np.ndarray) -> bool:
-        """The same for reading; the stream has come to its end."""
+        """The same for reading, of outputs alone: a graph may update its inputs. The stream has
+        come to its end."""
         piece, offset = self.executable._offsets[name]
         self.in_flight.clear()
-        if piece not in self.copies:
+        if piece not in self.incoming:
             return False
         found = self.copies[piece][offset : offset + data.nbytes]
         np.copyto(data, found.view(data.dtype).reshape(data.shape))
@@ -428,21 +507,84 @@ def _bytes_at(pointer: int, nbytes: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer))
 
 
+# ---------------------------------------------------------------- order
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a call runs: its stream, and the calls of other streams that it waits for."""
+
+    stream: int
+    waits: tuple[int, ...]
+
+
+def schedule(calls: list[gpu.Call]) -> list[Slot]:
+    """Calls on several streams: one waits for another where both touch the same memory and one of
+    them writes it. Whatever the order that results, the bits are those of one stream.
+
+    A call follows the latest of those that it waits for on its stream, so that a chain stays on
+    one; cuDNN's stay on the first, which its handle is bound to.
+    """
+    touched: dict[int, list[tuple[int, int, int, bool]]] = {}  # by piece: from, to, call, writes
+    slots: list[Slot] = []
+    clocks: list[list[int]] = []  # by call: the last call of each stream that it comes behind
+    last = [-1] * STREAMS
+    for i, call in enumerate(calls):
+        needed: set[int] = set()
+        for k, m in enumerate(call.memory):
+            if m is not None:
+                needed |= _touch(touched.setdefault(m.piece, []), m, i, k < call.launch.writes)
+        needed.discard(i)
+        behind = [j for j in sorted(needed, reverse=True) if last[slots[j].stream] == j]
+        if call.grids[0].source == "cudnn":
+            stream = 0
+        elif behind:
+            stream = slots[behind[0]].stream
+        else:
+            stream = last.index(min(last))
+        clock = list(clocks[last[stream]]) if last[stream] >= 0 else [-1] * STREAMS
+        clock[stream] = max(clock[stream], last[stream])
+        waits = []
+        for j in sorted(needed, reverse=True):
+            if clock[slots[j].stream] < j:
+                waits.append(j)
+                clock = [max(a, b) for a, b in zip(clock, clocks[j], strict=True)]
+                clock[slots[j].stream] = max(clock[slots[j].stream], j)
+        slots.append(Slot(stream, tuple(waits)))
+        clocks.append(clock)
+        last[stream] = i
+    return slots
+
+
+def _touch(
+    known: list[tuple[int, int, int, bool]], m: gpu.Memory, call: int, writes: bool
+) -> set[int]:
+    """Note that a call touches memory of a piece; the earlier calls that it has to wait for. What
+    it overwrites whole need not be remembered: whoever comes later waits for it."""
+    start, end = m.offset, m.offset + m.nbytes
+    found = {j for a, b, j, w in known if a < end and start < b and (w or writes)}
+    if writes:
+        known[:] = [x for x in known if not (start <= x[0] and x[1] <= end) or x[2] == call]
+    known.append((start, end, call, writes))
+    return found
+
+
 # ---------------------------------------------------------------- libraries
 
 
 class Libraries:
-    """cuBLASLt and cuDNN, with the workspace that they share: one call runs at a time."""
+    """cuBLASLt and cuDNN, and their workspaces."""
 
     def __init__(self, backend: CudaBackend) -> None:
         self.backend = backend
         self.workspace_bytes = 0
-        self.workspace = 0
+        self._workspaces: list[int] = []
+        self._dnn_workspace, self._dnn_bytes = 0, 0
         self._blas: Any = None
         self._dnn: Any = None
 
     def bind(self, call: gpu.Call, pointers: list[int]) -> Any:
-        """A function without arguments that puts the call on the stream."""
+        """A function that puts the call on a stream, by its number."""
         if call.grids[0].source == "cublaslt":
             if self._blas is None:
                 from treadle.backends.cublaslt import CublasLt
@@ -455,16 +597,23 @@ class Libraries:
             self._dnn = Cudnn(self.backend, self)
         return self._dnn.bind(call, pointers)
 
-    def reserve(self, nbytes: int) -> int:
-        """The address of a workspace of at least so many bytes. An earlier one stays where it is,
-        since calls are bound to it."""
-        if nbytes > self.workspace_bytes:
-            self.workspace = int(checked(driver().cuMemAlloc(nbytes)))
-            self.workspace_bytes = nbytes
-        return self.workspace
+    def allocate(self, nbytes: int) -> int:
+        """The address of a workspace, which stays until the end."""
+        self._workspaces.append(int(checked(driver().cuMemAlloc(nbytes))))
+        self.workspace_bytes += nbytes
+        return self._workspaces[-1]
+
+    def for_attention(self, nbytes: int) -> int:
+        """A workspace for calls of the first stream, one of which runs at a time. An earlier one
+        stays where it is, since calls are bound to it."""
+        if nbytes > self._dnn_bytes:
+            self._dnn_workspace, self._dnn_bytes = self.allocate(nbytes), nbytes
+        return self._dnn_workspace
 
     def close(self) -> None:
         """Give handles back."""
         for library in (self._blas, self._dnn):
             if library is not None:
                 library.close()
+        for pointer in self._workspaces:
+            checked(driver().cuMemFree(pointer))

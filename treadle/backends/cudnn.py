@@ -34,7 +34,7 @@ class Cudnn:
         cudnn.set_stream(self.handle, int(backend.stream.handle))
 
     def bind(self, call: gpu.Call, pointers: list[int]) -> Any:
-        """A function without arguments that puts attention, or its gradient, on the stream."""
+        """A function that puts attention, or its gradient, on the first stream."""
         b, t, h, k, d = call.dims
         scale = float(call.launch.nums[0])
         forward = call.launch.kernel == "sdpa_forward"
@@ -101,9 +101,9 @@ class Cudnn:
         graph.create_execution_plans([self.cudnn.heur_mode.A])
         graph.check_support()
         graph.build_plans()
-        workspace = self.libraries.reserve(max(1, int(graph.get_workspace_size())))
+        workspace = self.libraries.for_attention(max(1, int(graph.get_workspace_size())))
         handle = self.handle
-        return lambda: graph.execute(variants, workspace, handle=handle)
+        return lambda _: graph.execute(variants, workspace, handle=handle)
 
     def close(self) -> None:
         """Give the handle back."""

@@ -30,6 +30,7 @@ class NumpyBackend(Backend):
     name = "numpy"
 
     def __init__(self, float_dtype: str = "float32") -> None:
+        super().__init__()
         if float_dtype not in ("float32", "float64"):
             raise BackendError(f"the numpy backend runs in float32 or float64, not {float_dtype}")
         self.float_dtype = float_dtype

@@ -134,12 +134,14 @@ class OpenClBackend(Backend):
     """See the module. device: as `choose` takes it.
 
     TREADLE_OPENCL_GROUP and TREADLE_OPENCL_LOCAL lower the work-items and the bytes of local memory
-    of a work-group; TREADLE_TUNE=0 measures nothing.
+    of a work-group, TREADLE_OPENCL_VECTOR=1 treats a processor as a GPU; TREADLE_TUNE=0 measures
+    nothing.
     """
 
     name = "opencl"
 
     def __init__(self, device: str = "opencl") -> None:
+        super().__init__()
         cl = module()
         self.device = choose(device)
         version = re.match(r"OpenCL (\d+)\.(\d+)", self.device.version)
@@ -158,10 +160,11 @@ class OpenClBackend(Backend):
             ) from None
         processor = bool(self.device.type & cl.device_type.CPU)
         piece = self.device.max_mem_alloc_size // GPU_ALIGN * GPU_ALIGN
+        floats = self.device.preferred_vector_width_float
         self.target = Gpu(
             group=_limit("TREADLE_OPENCL_GROUP", min(256, self.device.max_work_group_size)),
             local=_limit("TREADLE_OPENCL_LOCAL", min(49152, self.device.local_mem_size)),
-            vector=self.device.preferred_vector_width_float if processor else 1,
+            vector=_limit("TREADLE_OPENCL_VECTOR", floats if processor else 1),
             allocation=piece,
         )
         self.programs: dict[tuple[Any, ...], Any] = {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import typer
@@ -167,5 +169,25 @@ class _Asked:
             return None
 
 
+# ---------------------------------------------------------------- CUDA
+
+
+def _cuda(found: Found) -> None:
+    if find_spec("cuda") is None and shutil.which("nvidia-smi") is None:
+        return  # who has no NVIDIA GPU need not read of it
+    from treadle.backends import cuda
+
+    try:
+        devices = cuda.devices()
+    except Exception as error:  # whatever a broken driver does
+        found.notes.append(f"cuda: {one_line(error)}")
+        return
+    for d in devices:
+        features = [f"compute capability {d.capability[0]}.{d.capability[1]}"]
+        features += ["bfloat16"] if d.capability >= cuda.LEAST_BF16 else []
+        sizes = d.memory, d.units, d.group, d.local
+        found.devices.append(Device(d.device, d.name, "GPU", "CUDA", d.driver, *sizes, features))
+
+
 # Backends in the order in which they are listed; each adds its devices, or a line on what it lacks.
-SOURCES: tuple[Callable[[Found], None], ...] = (_cpu, _numpy, _opencl)
+SOURCES: tuple[Callable[[Found], None], ...] = (_cpu, _numpy, _opencl, _cuda)

@@ -8,12 +8,11 @@ from statistics import median
 
 import numpy as np
 
-from treadle import backends
 from treadle.config import Config, to_dict
 from treadle.data.corpus import Dataset
 from treadle.data.sampler import Sampler, eval_windows
 from treadle.errors import ConfigError
-from treadle.train.run import build_model, make_session, resolve
+from treadle.train.run import build_model, make_session, resolve, select_backend
 from treadle.train.session import Session
 from treadle.train.source import adopt, open_source
 
@@ -103,7 +102,7 @@ def open_trial(config: Config) -> Trial:
             raise ConfigError(f"give a text with --data; without one, these are needed: {needed}")
     model, train = build_model(config), config.train
     assert train.batch_size is not None
-    backend, why = backends.select(train.device, train.threads)
+    backend, why = select_backend(config)
     session = make_session(config, model, backend)
     session.initialise()
     if dataset is not None:

@@ -203,7 +203,10 @@ def pointwise(
     """
     n = dims[0]
     if isinstance(target, Gpu):
+        defines: tuple[tuple[str, str | int], ...]
         defines = tuple(zip("TU", (SUFFIX[d] for d in dtypes), strict=False))
+        if target.vector == 1:
+            defines = (*defines, ("QUADS", 1))
         items = target.items(ITEMS)
         grid = Grid(source, (blocks(n, items * EACH),), items, defines)
         return [Launch(kernel, args, writes, dims, nums, grids=[grid], merges=merges)]

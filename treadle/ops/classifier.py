@@ -304,9 +304,15 @@ def _lower(
 
 
 # Slices of tensors begin at multiples of so many rows on a GPU, whatever a row is; a graphics
-# processor needs larger chunks to be busy.
+# processor needs larger chunks to be busy, and the libraries' products larger ones still.
 GPU_ROWS = 256
 GPU_CHUNK_LOGITS, GPU_CHUNK_ROWS = 1 << 25, 1024
+VENDOR_CHUNK_LOGITS = 1 << 28
+# Rows of logits are a multiple of so many where a library's product writes them. An odd vocabulary
+# costs it six times as long, so where only weights follow the weight in memory, what lies there is
+# multiplied along: the loss ignores those columns, and their dlogits are 0.
+VENDOR_COLUMNS = 64
+WEIGHTS = ("weight", "shadow")
 
 
 def _gpu_chunks(target: Gpu, rows: int, vocabulary: int, most: int | None) -> list[tuple[int, int]]:
@@ -314,7 +320,8 @@ def _gpu_chunks(target: Gpu, rows: int, vocabulary: int, most: int | None) -> li
     if target.vector > 1:
         most = most or max(CHUNK_ROWS, CHUNK_LOGITS // vocabulary)
     else:
-        most = most or max(GPU_CHUNK_ROWS, GPU_CHUNK_LOGITS // vocabulary)
+        logits = VENDOR_CHUNK_LOGITS if target.vendor else GPU_CHUNK_LOGITS
+        most = most or max(GPU_CHUNK_ROWS, logits // vocabulary)
     units = blocks(rows, GPU_ROWS)
     found = chunks(units, vocabulary, max(1, most // GPU_ROWS))
     return [(start * GPU_ROWS, min(rows, end * GPU_ROWS)) for start, end in found]
@@ -323,21 +330,24 @@ def _gpu_chunks(target: Gpu, rows: int, vocabulary: int, most: int | None) -> li
 def _lower_gpu(
     target: Gpu, node: Node, ignore_index: int, most: int | None, softcap: float | None
 ) -> list[Launch]:
-    """As _lower; the loss kernels cap the logits, and dlogits of bfloat16 have memory of their
-    own, since the work-items of a row would overtake each other."""
-    x, weight, targets, *_ = node.inputs
+    """Chunk by chunk: logits in float32, the loss and dlogits by one kernel, dx, and dweight.
+    dlogits take the logits' place where they are of one dtype."""
+    x, weight, targets, *dloss = node.inputs
     assert x is not None and weight is not None and targets is not None
     dx, dweight = (node.out(2), node.out(3)) if len(node.outputs) > 2 else (None, None)
     rows, vocabulary, channels = _sizes(node)
     size, into = itemsize(x.dtype), bool(node.op.updates)
     parts = _gpu_chunks(target, rows, vocabulary, most)
     tallest = max(end - start for start, end in parts)
-    cap = [softcap or 0.0]
-
-    logits = Temp(tallest * vocabulary * 4, "logits")
-    dlogits = logits if size == 4 else Temp(tallest * vocabulary * size, "dlogits")
-    lse, packed = Temp(tallest * 4, "lse"), Temp(0, "packed")
+    stride = columns = vocabulary
+    if target.vendor:
+        stride = blocks(vocabulary, VENDOR_COLUMNS) * VENDOR_COLUMNS
+        if weight.buffer is not None and weight.buffer.role in WEIGHTS:
+            columns = stride
+    logits, packed = Temp(tallest * stride * 4, "logits"), Temp(0, "packed")
+    dlogits = logits if size == 4 else Temp(tallest * stride * size, "dlogits")
     pairs = [Temp(rows * 4, "partial") for _ in range(2)]
+    wanted = dloss[0] if dloss and (dx is not None or dweight is not None) else None
 
     launches = []
     for i, (start, end) in enumerate(parts):
@@ -345,32 +355,33 @@ def _lower_gpu(
         part = Slice(x, start * channels * size, n * channels * size)
         labels = Slice(targets, start * 4, n * 4)
         sums = [Slice(p, start * 4, n * 4) for p in pairs]
-        dims = [n, vocabulary, ignore_index]
-        grids = [row_grid(target, "loss", ["float32", x.dtype], n, vocabulary)]
+        grid = row_grid(target, "classifier", ["float32", x.dtype], n, stride)
         launches += matmul_launches(
-            *(target, logits, part, weight, (n, vocabulary, channels), x.dtype, "float32"),
+            *(target, logits, part, weight, (n, columns, channels), x.dtype, "float32"),
             transpose_b=True,
+            y_stride=stride,
             packed=packed,
         )
-        args: list[Arg] = [*sums, lse, logits, labels]
-        launches.append(Launch("cross_entropy_forward", args, 3, dims, cap, grids=grids))
-        if dx is not None or dweight is not None:
-            back: list[Arg] = [dlogits, node.inputs[3], logits, labels, lse]
-            launches.append(Launch("cross_entropy_backward", back, 1, dims, cap, grids=grids))
+        args: list[Arg] = [dlogits, *sums, logits, wanted, labels]
+        dims, cap = [n, vocabulary, stride, ignore_index], [softcap or 0.0]
+        launches.append(Launch("classifier", args, 3, dims, cap, grids=[grid]))
         if dx is not None:
             out = Slice(dx, start * channels * size, n * channels * size)
             launches += matmul_launches(
-                *(target, out, dlogits, weight, (n, channels, vocabulary), x.dtype, dx.dtype),
+                *(target, out, dlogits, weight, (n, channels, columns), x.dtype, dx.dtype),
+                a_stride=stride,
                 packed=packed,
             )
         if dweight is not None:
             launches += matmul_launches(
                 *(target, dweight, dlogits, part, (vocabulary, channels, n), x.dtype, "float32"),
                 transpose_a=True,
+                a_stride=stride,
                 accumulate=i > 0 or into,
                 packed=packed,
             )
-    return launches + combine_pairs(target, grids[0], node.outputs[:2], pairs, rows)
+    losses = row_grid(target, "loss", ["float32", x.dtype], tallest, vocabulary)
+    return launches + combine_pairs(target, losses, node.outputs[:2], pairs, rows)
 
 
 # ---------------------------------------------------------------- function

@@ -2,6 +2,31 @@
    ops/elementwise.py for the equations. */
 #define EACH 4
 
+/* A work-item's EACH elements are one vector where QUADS says so, as on a GPU, whose loads should
+   be wide; else neighbours have neighbouring elements, as a processor's vectors want it. map1 and
+   map2 are functions of one and two elements. */
+#ifdef QUADS
+#define MAP1(out, f, a)                                                                           \
+    const i64 i = (GROUP_X * GROUP + ITEM) * EACH;                                                \
+    if (i + EACH <= n) {                                                                          \
+        vec4 u = LOAD4(T, a, i);                                                                  \
+        STORE4(T, out, i, vec4_of(f(u.x), f(u.y), f(u.z), f(u.w)));                               \
+        return;                                                                                   \
+    }                                                                                             \
+    for (i64 j = i; j < n; j++) STORE(T, out, j, f(LOAD(T, a, j)));
+#define MAP2(out, f, a, b)                                                                        \
+    const i64 i = (GROUP_X * GROUP + ITEM) * EACH;                                                \
+    if (i + EACH <= n) {                                                                          \
+        vec4 u = LOAD4(T, a, i), v = LOAD4(T, b, i);                                              \
+        STORE4(T, out, i, vec4_of(f(u.x, v.x), f(u.y, v.y), f(u.z, v.z), f(u.w, v.w)));           \
+        return;                                                                                   \
+    }                                                                                             \
+    for (i64 j = i; j < n; j++) STORE(T, out, j, f(LOAD(T, a, j), LOAD(T, b, j)));
+#else
+#define MAP1(out, f, a) FOR_EACH(i, STORE(T, out, i, f(LOAD(T, a, i))))
+#define MAP2(out, f, a, b) FOR_EACH(i, STORE(T, out, i, f(LOAD(T, a, i), LOAD(T, b, i))))
+#endif
+
 /* The body, for each element i of a work-item: neighbours have neighbouring elements. */
 #define FOR_EACH(i, body)                                                                         \
     for (int j_ = 0; j_ < EACH; j_++) {                                                           \
@@ -46,14 +71,14 @@ KERNEL mul(GLOBAL T *y, GLOBAL const T *a, GLOBAL const T *b, i64 n, i64 nb) {
 KERNEL broadcast(GLOBAL T *y, GLOBAL const T *x, i64 n, i64 nx) { FOR_EACH(i, y[i] = x[i % nx]) }
 
 #define ACTIVATION(name)                                                                          \
-    KERNEL name##_forward(GLOBAL T *y, GLOBAL const T *x, i64 n) {                                \
-        FOR_EACH(i, STORE(T, y, i, name(LOAD(T, x, i))))                                          \
-    }                                                                                             \
+    DEVICE float name##_times_slope_(float dy, float x) { return dy * name##_slope(x); }          \
+    DEVICE float name##_gated_(float gate, float x) { return name(gate) * x; }                    \
+    KERNEL name##_forward(GLOBAL T *y, GLOBAL const T *x, i64 n) { MAP1(y, name, x) }             \
     KERNEL name##_backward(GLOBAL T *dx, GLOBAL const T *dy, GLOBAL const T *x, i64 n) {          \
-        FOR_EACH(i, STORE(T, dx, i, LOAD(T, dy, i) * name##_slope(LOAD(T, x, i))))                \
+        MAP2(dx, name##_times_slope_, dy, x)                                                      \
     }                                                                                             \
     KERNEL gated_##name##_forward(GLOBAL T *y, GLOBAL const T *gate, GLOBAL const T *x, i64 n) {  \
-        FOR_EACH(i, STORE(T, y, i, name(LOAD(T, gate, i)) * LOAD(T, x, i)))                       \
+        MAP2(y, name##_gated_, gate, x)                                                           \
     }                                                                                             \
     KERNEL gated_##name##_backward(GLOBAL T *dgate, GLOBAL T *dx, GLOBAL const T *dy,             \
                                    GLOBAL const T *gate, GLOBAL const T *x, i64 n) {              \
@@ -85,16 +110,20 @@ KERNEL softcap_backward(GLOBAL T *dx, GLOBAL const T *dy, GLOBAL const T *y, i64
 /* ---------------------------------------------------------------- two dtypes */
 
 #ifdef U
+#ifndef VEC
 KERNEL cast(GLOBAL U *y, GLOBAL const T *x, i64 n) { FOR_EACH(i, STORE(U, y, i, LOAD(T, x, i))) }
 
+#else
 /* y[part, column] = the sum over `height` rows of x [rows, columns], one after another. A
-   work-item has a column. */
+   work-item has a column, or with VEC four. */
 KERNEL sum_rows(GLOBAL U *y, GLOBAL const T *x, i64 rows, i64 columns, i64 height) {
-    i64 column = GROUP_X * GROUP + ITEM, start = GROUP_Y * height;
+    i64 column = (GROUP_X * GROUP + ITEM) * VEC, start = GROUP_Y * height;
     i64 end = start + height < rows ? start + height : rows;
     if (column >= columns) return;
-    float total = 0.0f;
-    for (i64 row = start; row < end; row++) total += LOAD(T, x, row * columns + column);
-    STORE(U, y, GROUP_Y * columns + column, total);
+    vec total = vec_of(0.0f);
+    for (i64 row = start; row < end; row++)
+        total = addv(total, LOADV(T, x, row * columns + column));
+    STOREV(U, y, GROUP_Y * columns + column, total);
 }
+#endif
 #endif

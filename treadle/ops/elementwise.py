@@ -461,11 +461,12 @@ def sum_rows(target: Gpu, y: Value, x: Value, rows: int, columns: int) -> list[L
         parts = blocks(rows, ROWS_OF_GROUP)
         into: Arg = y if parts == 1 else Temp(parts * columns * 4, "partial")
         out = y.dtype if parts == 1 else "float32"
+        vec = 4 if columns % 4 == 0 and target.vector == 1 else 1
         grid = Grid(
             "elementwise",
-            (blocks(columns, items), parts),
+            (blocks(columns, items * vec), parts),
             items,
-            (("T", SUFFIX[dtype]), ("U", SUFFIX[out])),
+            (("T", SUFFIX[dtype]), ("U", SUFFIX[out]), ("VEC", vec)),
         )
         dims = [rows, columns, ROWS_OF_GROUP]
         launches.append(Launch("sum_rows", [into, source], 1, dims, grids=[grid]))

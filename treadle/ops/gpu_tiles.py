@@ -72,12 +72,13 @@ CANDIDATES = 4
 def tiles(target: Gpu, m: int, n: int, parts: int) -> list[Tile]:
     """Tiles to try, the best guess first."""
     fitting = [
-        (tile, least)
+        (tile, tile.groups(m, n) * parts >= least)
         for tile, least in TILES
         if tile.items <= target.group and tile.local <= target.local
     ]
-    busy = [tile for tile, least in fitting if tile.groups(m, n) * parts >= least]
-    return busy[:CANDIDATES]
+    busy = [tile for tile, enough in fitting if enough]
+    larger = [tile for tile, enough in fitting if not enough]
+    return busy[:CANDIDATES] if len(busy) > 1 else busy + larger[-1:]
 
 
 # ---------------------------------------------------------------- few rows

@@ -356,20 +356,39 @@ KERNEL matmul_pack(GLOBAL float *panels, GLOBAL const T *x, i64 lines, i64 K, i6
 }
 #endif
 
+/* f of each element, as `activation`. */
+DEVICE vecv activation_vec(int kind, vecv x) {
+    if (kind == ACT_SILU) return mul_vec(x, sigmoid_vec(x));
+    if (kind == ACT_GELU) {
+        vecv cubic = fma_vec(mul_vec(x, x), splat(GELU_CUBIC), splat(1.0f));
+        return mul_vec(x, sigmoid_vec(mul_vec(mul_vec(x, splat(GELU_SCALE_2)), cubic)));
+    }
+    float each[VL];
+    spread(each, x);
+    for (int j = 0; j < VL; j++) each[j] = activation(kind, each[j]);
+    return gathered(each);
+}
+
 /* VL elements from their sums, as `finish`. */
 DEVICE void finish_vec(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *bias,
                        GLOBAL const U *residual, i64 at, i64 column, vecv x, int kind, int flags) {
-#if ACT
-    float sums[VL];
-    spread(sums, x);
-    for (int j = 0; j < VL; j++)
-        finish(y, pre, bias, residual, at + j, column + j, sums[j], kind, flags);
-#else
     if (bias) x = add_vec(x, loadv_f32(bias + column));
+#if ACT
+    float each[VL];
+    if (pre) STOREV(T, pre, at, x);
+    spread(each, x);
+    for (int j = 0; j < VL; j++) each[j] = STORED(T, each[j]);
+    x = gathered(each);
+    if (flags & GATED) {
+        x = mul_vec(activation_vec(kind, LOADV(U, residual, at)), x);
+        residual = 0;
+    } else {
+        x = activation_vec(kind, x);
+    }
+#endif
     if (residual) x = add_vec(x, LOADV(U, residual, at));
     if (flags & ACCUMULATE) x = add_vec(LOADV(U, y, at), x);
     STOREV(U, y, at, x);
-#endif
 }
 
 #ifdef ROWS

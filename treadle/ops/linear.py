@@ -200,6 +200,7 @@ def matmul_launches(
     transpose_a: bool = False,
     transpose_b: bool = False,
     a_stride: int | None = None,
+    y_stride: int | None = None,
     bias: Arg = None,
     activation: str | None = None,
     pre: Arg = None,
@@ -212,8 +213,9 @@ def matmul_launches(
     f(residual) · (A · B + bias) with `gated`.
 
     sizes: M, N, K.  dtype: of a, b and pre.  a_stride: elements from one row of a, as it lies in
-    memory, to the next, where that is more than its row.  packed: memory for panels that products
-    share which run one after another; it grows to what this one needs.
+    memory, to the next, where that is more than its row.  y_stride: of y, for a library alone.
+    packed: memory for panels that products share which run one after another; it grows to what
+    this one needs.
     """
     if isinstance(target, Gpu) and target.vendor:
         return vendor.matmul(
@@ -221,6 +223,7 @@ def matmul_launches(
             transpose_a=transpose_a,
             transpose_b=transpose_b,
             a_stride=a_stride,
+            y_stride=y_stride,
             bias=bias,
             activation=activation,
             pre=pre,

@@ -74,7 +74,9 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
         steps = config.train.steps or 0
         start = int(checkpoint.state["step"]) if checkpoint and checkpoint.state else 0
         model = build_model(config) if source is None else adopted_model(config, source.model)
-        backend, why = backends.select(config.train.device, config.train.threads)
+        backend, why = select_backend(config)
+        if checkpoint is not None and checkpoint.state is not None:
+            backend.choices.update(checkpoint.state.get("choices", {}))
         session = make_session(config, model, backend)
         held.enter_context(contextlib.closing(session.executable))
         if new:
@@ -140,6 +142,12 @@ def build_model(config: Config) -> Model:
     return models.build(config.model.architecture, **sizes)
 
 
+def select_backend(config: Config) -> tuple[backends.Backend, str]:
+    """The configuration's device, and why it was chosen."""
+    t = config.train
+    return backends.select(t.device, t.threads, t.deterministic, t.precision == "tf32")
+
+
 def make_session(config: Config, model: Model, backend: backends.Backend) -> Session:
     """A session with the configuration's optimizer and batch."""
     o, t = config.optimizer, config.train
@@ -147,7 +155,7 @@ def make_session(config: Config, model: Model, backend: backends.Backend) -> Ses
     settings = OptimizerSettings(o.name, o.betas, o.eps, o.weight_decay, o.momentum, o.grad_clip)
     return Session(
         *(model, backend, settings, t.batch_size, config.window, t.grad_accum, t.seed),
-        *(t.precision, t.recompute),
+        *("fp32" if t.precision == "tf32" else t.precision, t.recompute),
     )
 
 

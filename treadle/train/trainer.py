@@ -104,6 +104,7 @@ class Trainer:
             "config": to_dict(self.config),
             "data": self.dataset.digest(),
             "identity": self.session.backend.identity(),
+            "choices": self.session.backend.choices,
             "line": self.line,
             "spikes": self.spikes.state(),
         }
