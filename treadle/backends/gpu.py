@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,12 @@ def source(dialect: str, grid: Grid) -> str:
     ops/<source>.cl. dialect: "opencl" or "cuda"."""
     defines = [f"#define {key} {value}" for key, value in (*grid.defines, ("GROUP", grid.items))]
     parts = ["\n".join(defines), text(f"kernels/{dialect}.clh"), text("kernels/gpu.clh")]
-    return "\n".join([*parts, text(f"ops/{grid.source}.cl")])
+    return "\n".join([*parts, _included(text(f"ops/{grid.source}.cl"))])
+
+
+def _included(kernels: str) -> str:
+    """A source with what it shares with others, `#include "NAME"` of kernels/, put in place."""
+    return re.sub(r'(?m)^#include "(.*)"$', lambda m: text(f"kernels/{m[1]}"), kernels)
 
 
 # ---------------------------------------------------------------- memory

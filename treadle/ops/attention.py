@@ -66,7 +66,7 @@ def _pad(n: int) -> int:
     return ceil(n / PAD) * PAD
 
 
-def _chunk(size: int) -> tuple[int, int]:
+def chunk_of(size: int) -> tuple[int, int]:
     """How many parts a head passes through the tiles in, and their width, a multiple of 4."""
     chunks = ceil(size / CHUNK)
     return chunks, ceil(ceil(size / chunks) / 4) * 4
@@ -200,7 +200,7 @@ class _Heads(Op):
         many results for each element of its own rows, as many tiles of scores too."""
         b, t, _ = qkv.shape
         size = self.head_size(qkv)
-        chunks, chunk = _chunk(size)
+        chunks, chunk = chunk_of(size)
         width = results * chunks * ceil(chunk / 4 / ACROSS) * 4
         grids: list[Grid] = []
         for own, rows in cuts:
@@ -209,6 +209,7 @@ class _Heads(Op):
                 continue
             if rows * width > SUMS and rows > 2:
                 continue
+<<<<<<< HEAD
             numbers: dict[str, str | int] = {
                 "D": size,
                 "CHUNKS": chunks,
@@ -222,6 +223,12 @@ class _Heads(Op):
             }
             kind: tuple[tuple[str, str | int], ...] = ((kernel, 1), ("T", SUFFIX[qkv.dtype]))
             defines = (*kind, *numbers.items())
+=======
+            numbers = {"D": size, "CHUNKS": chunks, "CHUNK": chunk, "OWN": own, "STEP": STEP}
+            numbers |= {"ACROSS": ACROSS, "VECTOR": target.vector}
+            numbers |= {"DROP": int(self.dropout > 0), "CAP": int(self.softcap is not None)}
+            defines = ((kernel, 1), ("T", SUFFIX[qkv.dtype]), *numbers.items())
+>>>>>>> gpu-attn
             grids.append(Grid("attention", (blocks(t, own), heads, b), items, defines))
         return grids[:1] if target.vector > 1 else grids
 

@@ -18,6 +18,8 @@ import numpy as np
 from treadle.errors import DTypeError
 from treadle.graph.op import (
     Cost,
+    Gpu,
+    Grid,
     Launch,
     Node,
     Op,
@@ -28,7 +30,8 @@ from treadle.graph.op import (
     expect_float,
     suffixed,
 )
-from treadle.graph.value import Spec, Value
+from treadle.graph.value import SUFFIX, Spec, Value
+from treadle.ops.attention import ACROSS, STEP, chunk_of
 
 # ---------------------------------------------------------------- tiles
 
@@ -46,6 +49,12 @@ PAD = 16
 STRIP = 64
 RECORD = 16
 FLOAT_BYTES = 4
+# On a GPU: the least keys of a block, the most blocks, and the floats before a block's values;
+# work-items of the kernels that have no tiles.
+GPU_KEYS = 64
+GPU_KEY_BLOCKS = 64
+GPU_RECORD = 4
+ITEMS = 256
 
 
 def _pad(n: int) -> int:
@@ -153,6 +162,8 @@ class CachedAttention(Op):
         qkv, keys, _, start = node.inputs
         y, new_keys, new_values = node.outputs
         assert qkv is not None and keys is not None
+        if isinstance(target, Gpu):
+            return self._gpu_launches(target, node)
         batch, time, _ = qkv.shape
         _, k, size, d = keys.shape
         padded, keys_of_block = _pad(d), _keys_of_block(size)
@@ -202,6 +213,61 @@ class CachedAttention(Op):
                 )
             )
         return launches
+
+    def _gpu_launches(self, target: Gpu, node: Node) -> list[Launch]:
+        qkv, keys, _, start = node.inputs
+        y, new_keys, new_values = node.outputs
+        assert qkv is not None and keys is not None
+        batch, time, _ = qkv.shape
+        _, k, size, d = keys.shape
+        rows = time * self.n_head // k
+        block = max(GPU_KEYS, ceil(size / GPU_KEY_BLOCKS / STEP) * STEP)
+        key_blocks = blocks(size, block)
+        split = rows <= FEW_QUERIES and key_blocks > 1
+        chunks, chunk = chunk_of(d)
+        own, each = _cut(target, rows, d)
+        numbers = {"D": d, "CHUNKS": chunks, "CHUNK": chunk, "OWN": own, "STEP": STEP}
+        numbers |= {"ACROSS": ACROSS, "VECTOR": target.vector}
+        numbers |= {"SPLIT": int(split), "CAP": int(self.softcap is not None)}
+        defines = (("T", SUFFIX[qkv.dtype]), *numbers.items())
+        source, items = "cached_attention", own // each * ACROSS
+        dims = [time, self.n_head, k, size, block, self.window or size]
+        nums = [self.factor(d), self.softcap or 0.0]
+        partial, parts = None, 1
+        if split:
+            width = GPU_RECORD + chunks * chunk
+            partial, parts = Temp(batch * k * rows * key_blocks * width * FLOAT_BYTES), key_blocks
+        many = target.items(ITEMS)
+
+        def flat(n: int) -> list[Grid]:
+            whole = (("OWN", many // ACROSS), ("FLAT", 1))
+            shared = tuple(pair for pair in defines if pair[0] != "OWN")
+            return [Grid(source, (blocks(n, many),), many, (*shared, *whole))]
+
+        written = [new_keys, new_values, qkv, start]
+        args = [None if split else y, partial, qkv, new_keys, new_values, start]
+        grid = Grid(source, (blocks(rows, own) * parts, k, batch), items, defines)
+        moved = batch * k * time * d
+        launches = [
+            Launch("cache_write", written, 2, [moved, *dims], grids=flat(moved)),
+            Launch("cached_attention", args, 2, dims, nums, grids=[grid]),
+        ]
+        if split:
+            quads = batch * k * rows * chunks * chunk // 4
+            combine = [y, partial, start]
+            launches.append(
+                Launch("cached_attention_combine", combine, 1, [quads, *dims], grids=flat(quads))
+            )
+        return launches
+
+
+def _cut(target: Gpu, rows: int, size: int) -> tuple[int, int]:
+    """Queries of a group, and of a work-item, on a GPU: the bits are the same for all."""
+    if target.vector > 1 and rows <= 4:  # few work-items, each with many scores
+        return (own := 1 << (rows - 1).bit_length()), own
+    if rows <= 8:
+        return 8, 1
+    return (32, 4) if size <= 128 and rows > 16 else (16, 2)
 
 
 # ---------------------------------------------------------------- the function
