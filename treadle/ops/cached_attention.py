@@ -229,7 +229,8 @@ class CachedAttention(Op):
         numbers = {"D": d, "CHUNKS": chunks, "CHUNK": chunk, "OWN": own, "STEP": STEP}
         numbers |= {"ACROSS": ACROSS, "VECTOR": target.vector}
         numbers |= {"SPLIT": int(split), "CAP": int(self.softcap is not None)}
-        defines = (("T", SUFFIX[qkv.dtype]), *numbers.items())
+        kind: tuple[str, str | int] = ("T", SUFFIX[qkv.dtype])
+        defines = (kind, *numbers.items())
         source, items = "cached_attention", own // each * ACROSS
         dims = [time, self.n_head, k, size, block, self.window or size]
         nums = [self.factor(d), self.softcap or 0.0]
