@@ -38,7 +38,8 @@ from common import PRESETS, Preset
 from train_cpu import BATCHES, LEARNING_RATE, OPTIMIZER, SEED, Step, batches
 from treadle.train.session import Session
 
-CHECK_STEPS = 20
+# Steps that are checked and not measured; tinygrad takes seconds for one of a large model.
+CHECK_STEPS = {"cuda": 20, "opencl": 5}
 # How far the losses of the first steps may be from ours, relatively.
 TOLERANCE = {"fp32": 2e-3, "bf16": 2e-2}
 LLMC_PRESET = "124m-gpu"
@@ -175,7 +176,7 @@ class Tinygrad(Stepper):
 # ---------------------------------------------------------------- contestants
 
 
-def serve(pipe: Connection, start: Callable[[], Stepper]) -> None:
+def serve(pipe: Connection, start: Callable[[], Stepper], checked: int) -> None:
     """What a contestant's process does: take the checked steps, then as many as it is told."""
     done = 0
 
@@ -191,7 +192,7 @@ def serve(pipe: Connection, start: Callable[[], Stepper]) -> None:
 
     try:
         step = start()
-        pipe.send(take(CHECK_STEPS))
+        pipe.send(take(checked))
         for count in iter(pipe.recv, 0):
             pipe.send(take(count) if count > 0 else step.peak_bytes())
     except EOFError:  # the parent has gone
@@ -203,10 +204,10 @@ def serve(pipe: Connection, start: Callable[[], Stepper]) -> None:
 class Worker:
     """A contestant in a process of its own."""
 
-    def __init__(self, start: Callable[[], Stepper]) -> None:
+    def __init__(self, start: Callable[[], Stepper], checked: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, start))
+        self.process = context.Process(target=serve, args=(theirs, start, checked))
         self.process.start()
         theirs.close()
         self.first: list[Step] = self._receive()
@@ -276,19 +277,22 @@ def starters(
     preset: Preset, name: str, precision: str, device: str, llmc: Path | None
 ) -> dict[str, Callable[[], Any]]:
     """How to start each contestant, ours first."""
+    steps = CHECK_STEPS[device.partition(":")[0]]
     if not device.startswith("cuda"):
         made: dict[str, Callable[[], Any]] = {
-            "treadle": partial(Worker, partial(Ours, preset, precision, device, False))
+            "treadle": partial(Worker, partial(Ours, preset, precision, device, False), steps)
         }
         if precision == "fp32":
-            made["tinygrad"] = partial(Worker, partial(Tinygrad, preset))
+            made["tinygrad"] = partial(Worker, partial(Tinygrad, preset), steps)
         return made
     made = {
-        "treadle": partial(Worker, partial(Ours, preset, precision, device, False)),
-        "treadle, fast": partial(Worker, partial(Ours, preset, precision, device, True)),
-        "torch": partial(Worker, partial(Torch, preset, precision, None)),
-        "torch.compile": partial(Worker, partial(Torch, preset, precision, "default")),
-        "reduce-overhead": partial(Worker, partial(Torch, preset, precision, "reduce-overhead")),
+        "treadle": partial(Worker, partial(Ours, preset, precision, device, False), steps),
+        "treadle, fast": partial(Worker, partial(Ours, preset, precision, device, True), steps),
+        "torch": partial(Worker, partial(Torch, preset, precision, None), steps),
+        "torch.compile": partial(Worker, partial(Torch, preset, precision, "default"), steps),
+        "reduce-overhead": partial(
+            Worker, partial(Torch, preset, precision, "reduce-overhead"), steps
+        ),
     }
     if llmc is not None and precision == "bf16" and name == LLMC_PRESET:
         made["llm.c"] = partial(LlmC, llmc, preset)

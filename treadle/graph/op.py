@@ -180,9 +180,11 @@ def blocks(n: int, block: int = BLOCK) -> int:
     return max(1, -(-n // block))
 
 
-# Work-items of an elementwise kernel's work-group, and the elements that each handles.
+# Work-items of an elementwise kernel's work-group, and the elements that each handles: on a GPU so
+# many vectors of four.
 ITEMS = 256
 EACH = 4
+QUADS = 2
 
 
 def pointwise(
@@ -205,10 +207,11 @@ def pointwise(
     if isinstance(target, Gpu):
         defines: tuple[tuple[str, str | int], ...]
         defines = tuple(zip("TU", (SUFFIX[d] for d in dtypes), strict=False))
-        if target.vector == 1:
-            defines = (*defines, ("QUADS", 1))
+        each = EACH
+        if target.vector == 1 and source == "elementwise":
+            defines, each = (*defines, ("QUADS", QUADS)), 4 * QUADS
         items = target.items(ITEMS)
-        grid = Grid(source, (blocks(n, items * EACH),), items, defines)
+        grid = Grid(source, (blocks(n, items * each),), items, defines)
         return [Launch(kernel, args, writes, dims, nums, grids=[grid], merges=merges)]
     name = "_".join([kernel, *(SUFFIX[d] for d in dtypes)])
     return [Launch(name, args, writes, dims, nums, tasks=blocks(n))]
@@ -216,8 +219,10 @@ def pointwise(
 
 # Vectors of a row that one work-item takes, where the row is long enough.
 VECTORS = 4
-# Work-items that share a row; few numbers, since kernels are compiled for each.
+# Work-items that share a row; few numbers, since kernels are compiled for each. A warp of CUDA's
+# adds up without barriers, and so takes a longer row.
 LANES = (4, 16, 64, 256)
+WARP, WARP_VECTORS = 32, 16
 
 
 def row_grid(target: Gpu, source: str, dtypes: Sequence[str], rows: int, columns: int) -> Grid:
@@ -227,6 +232,8 @@ def row_grid(target: Gpu, source: str, dtypes: Sequence[str], rows: int, columns
     items = target.items(ITEMS)
     wanted = blocks(columns, vec * VECTORS)
     lanes = next((n for n in LANES if wanted <= n <= items), items)
+    if target.vendor and lanes > WARP and columns <= vec * WARP * WARP_VECTORS:
+        lanes = WARP
     defines = tuple(zip("TU", (SUFFIX[d] for d in dtypes), strict=False))
     shape = (("VEC", vec), ("LANES", lanes))
     return Grid(source, (blocks(rows, items // lanes),), items, (*defines, *shape))

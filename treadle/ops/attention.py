@@ -209,17 +209,9 @@ class _Heads(Op):
                 continue
             if rows * width > SUMS and rows > 2:
                 continue
-            numbers: dict[str, str | int] = {
-                "D": size,
-                "CHUNKS": chunks,
-                "CHUNK": chunk,
-                "OWN": own,
-                "STEP": STEP,
-                "ACROSS": ACROSS,
-                "VECTOR": target.vector,
-                "DROP": int(self.dropout > 0),
-                "CAP": int(self.softcap is not None),
-            }
+            numbers = {"D": size, "CHUNKS": chunks, "CHUNK": chunk, "OWN": own, "STEP": STEP}
+            numbers |= {"ACROSS": ACROSS, "VECTOR": target.vector}
+            numbers |= {"DROP": int(self.dropout > 0), "CAP": int(self.softcap is not None)}
             kind: tuple[tuple[str, str | int], ...] = ((kernel, 1), ("T", SUFFIX[qkv.dtype]))
             defines = (*kind, *numbers.items())
             grids.append(Grid("attention", (blocks(t, own), heads, b), items, defines))

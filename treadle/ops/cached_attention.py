@@ -226,17 +226,11 @@ class CachedAttention(Op):
         split = rows <= FEW_QUERIES and key_blocks > 1
         chunks, chunk = chunk_of(d)
         own, each = _cut(target, rows, d)
-        numbers: dict[str, str | int] = {
-            "T": SUFFIX[qkv.dtype],
-            "D": d,
-            "CHUNKS": chunks,
-            "CHUNK": chunk,
-            "OWN": own,
-            "STEP": STEP,
-        }
+        numbers = {"D": d, "CHUNKS": chunks, "CHUNK": chunk, "OWN": own, "STEP": STEP}
         numbers |= {"ACROSS": ACROSS, "VECTOR": target.vector}
         numbers |= {"SPLIT": int(split), "CAP": int(self.softcap is not None)}
-        defines = tuple(numbers.items())
+        kind: tuple[str, str | int] = ("T", SUFFIX[qkv.dtype])
+        defines = (kind, *numbers.items())
         source, items = "cached_attention", own // each * ACROSS
         dims = [time, self.n_head, k, size, block, self.window or size]
         nums = [self.factor(d), self.softcap or 0.0]

@@ -45,13 +45,14 @@ KERNEL classifier(GLOBAL U *dlogits, GLOBAL float *losses, GLOBAL float *counts,
     float top = -INF, sum = 0.0f;
     for (int i = VEC * LANE; i < n; i += VEC * LANES) {
         vec v = LOADV(f32, x, i);
-        float most = MOST(v);
+        const int plain = i + VEC <= columns && cap == 0.0f;
+        float most = plain ? vec_max(v) : MOST(v);
         if (most > top) { /* fmax leaves NaN out; the exponentials bring it back */
             sum = top == -INF ? sum : sum * exp(top - most);
             top = most;
         }
         float base = top == -INF ? 0.0f : top;
-        sum += SUM(v, base);
+        sum += plain ? vec_sum(vec_exp(subv(v, vec_of(base)))) : SUM(v, base);
     }
     const float most = lanes_max(top, scratch);
     const float scaled = top == -INF ? sum : sum * exp(top - most);
@@ -66,7 +67,9 @@ KERNEL classifier(GLOBAL U *dlogits, GLOBAL float *losses, GLOBAL float *counts,
     for (int i = VEC * LANE; i < n; i += VEC * LANES) {
         if (counted) {
             vec v = LOADV(f32, x, i);
-            STOREV(U, dx, i, SLOPES(v));
+            const int plain = i + VEC <= columns && cap == 0.0f && (target < i || target >= i + VEC);
+            STOREV(U, dx, i,
+                   plain ? mulv(vec_exp(subv(v, vec_of(lse))), vec_of(scale)) : SLOPES(v));
         } else {
             STOREV(U, dx, i, vec_of(0.0f));
         }

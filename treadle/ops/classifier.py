@@ -307,7 +307,7 @@ def _lower(
 # processor needs larger chunks to be busy, and the libraries' products larger ones still.
 GPU_ROWS = 256
 GPU_CHUNK_LOGITS, GPU_CHUNK_ROWS = 1 << 25, 1024
-VENDOR_CHUNK_LOGITS = 1 << 28
+VENDOR_CHUNK_LOGITS = 1 << 29
 # Rows of logits are a multiple of so many where a library's product writes them. An odd vocabulary
 # costs it six times as long, so where only weights follow the weight in memory, what lies there is
 # multiplied along: the loss ignores those columns, and their dlogits are 0.

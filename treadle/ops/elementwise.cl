@@ -1,28 +1,32 @@
 /* Elementwise kernels: a work-item handles EACH elements, `n` is how many there are in all. See
    ops/elementwise.py for the equations. */
-#define EACH 4
-
-/* A work-item's EACH elements are one vector where QUADS says so, as on a GPU, whose loads should
-   be wide; else neighbours have neighbouring elements, as a processor's vectors want it. map1 and
-   map2 are functions of one and two elements. */
+/* Four elements are one vector, of which a work-item has QUADS, where it is defined, as on a GPU,
+   whose loads should be wide; else neighbours have neighbouring elements, as a processor's vectors
+   want it. map1 and map2 are functions of one and two elements. */
 #ifdef QUADS
+#define EACH (4 * QUADS)
+#define MAP_(i, whole, single)                                                                    \
+    for (int q_ = 0; q_ < QUADS; q_++) {                                                          \
+        const i64 i = ((GROUP_X * QUADS + q_) * GROUP + ITEM) * 4;                                \
+        if (i + 4 <= n) {                                                                         \
+            whole;                                                                                \
+        } else {                                                                                  \
+            for (i64 j = i; j < n; j++) single;                                                   \
+        }                                                                                         \
+    }
 #define MAP1(out, f, a)                                                                           \
-    const i64 i = (GROUP_X * GROUP + ITEM) * EACH;                                                \
-    if (i + EACH <= n) {                                                                          \
+    MAP_(i, {                                                                                     \
         vec4 u = LOAD4(T, a, i);                                                                  \
         STORE4(T, out, i, vec4_of(f(u.x), f(u.y), f(u.z), f(u.w)));                               \
-        return;                                                                                   \
-    }                                                                                             \
-    for (i64 j = i; j < n; j++) STORE(T, out, j, f(LOAD(T, a, j)));
+    }, STORE(T, out, j, f(LOAD(T, a, j))))
 #define MAP2(out, f, a, b)                                                                        \
-    const i64 i = (GROUP_X * GROUP + ITEM) * EACH;                                                \
-    if (i + EACH <= n) {                                                                          \
-        vec4 u = LOAD4(T, a, i), v = LOAD4(T, b, i);                                              \
+    MAP_(i, {                                                                                     \
+        vec4 u = LOAD4(T, a, i);                                                                  \
+        vec4 v = LOAD4(T, b, i);                                                                  \
         STORE4(T, out, i, vec4_of(f(u.x, v.x), f(u.y, v.y), f(u.z, v.z), f(u.w, v.w)));           \
-        return;                                                                                   \
-    }                                                                                             \
-    for (i64 j = i; j < n; j++) STORE(T, out, j, f(LOAD(T, a, j), LOAD(T, b, j)));
+    }, STORE(T, out, j, f(LOAD(T, a, j), LOAD(T, b, j))))
 #else
+#define EACH 4
 #define MAP1(out, f, a) FOR_EACH(i, STORE(T, out, i, f(LOAD(T, a, i))))
 #define MAP2(out, f, a, b) FOR_EACH(i, STORE(T, out, i, f(LOAD(T, a, i), LOAD(T, b, i))))
 #endif

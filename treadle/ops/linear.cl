@@ -375,20 +375,20 @@ DEVICE void finish_vec(GLOBAL U *y, GLOBAL T *pre, GLOBAL const float *bias,
     if (bias) x = add_vec(x, loadv_f32(bias + column));
 #if ACT
     float each[VL];
-    if (pre) STOREV(T, pre, at, x);
+    if (pre) STORE_VL(T, pre, at, x);
     spread(each, x);
     for (int j = 0; j < VL; j++) each[j] = STORED(T, each[j]);
     x = gathered(each);
     if (flags & GATED) {
-        x = mul_vec(activation_vec(kind, LOADV(U, residual, at)), x);
+        x = mul_vec(activation_vec(kind, LOAD_VL(U, residual, at)), x);
         residual = 0;
     } else {
         x = activation_vec(kind, x);
     }
 #endif
-    if (residual) x = add_vec(x, LOADV(U, residual, at));
-    if (flags & ACCUMULATE) x = add_vec(LOADV(U, y, at), x);
-    STOREV(U, y, at, x);
+    if (residual) x = add_vec(x, LOAD_VL(U, residual, at));
+    if (flags & ACCUMULATE) x = add_vec(LOAD_VL(U, y, at), x);
+    STORE_VL(U, y, at, x);
 }
 
 #ifdef ROWS
@@ -487,9 +487,9 @@ KERNEL matmul_few(GLOBAL U *y, GLOBAL T *pre, GLOBAL const T *a, GLOBAL const T 
         i64 k = 0;
         for (; k + VL <= K; k += VL) {
             vecv bk[TOGETHER];
-            UNROLL for (int j = 0; j < TOGETHER; j++) bk[j] = LOADV(T, b, (column + j) * ldb + k);
+            UNROLL for (int j = 0; j < TOGETHER; j++) bk[j] = LOAD_VL(T, b, (column + j) * ldb + k);
             UNROLL for (int r = 0; r < FEW; r++) {
-                const vecv ak = LOADV(T, lines[r], k);
+                const vecv ak = LOAD_VL(T, lines[r], k);
                 UNROLL for (int j = 0; j < TOGETHER; j++)
                     sum[r][j] = fma_vec(ak, bk[j], sum[r][j]);
             }
@@ -520,7 +520,7 @@ KERNEL matmul_few(GLOBAL U *y, GLOBAL T *pre, GLOBAL const T *a, GLOBAL const T 
             for (const i64 stop = K - k < CHAIN ? K : k + CHAIN; k < stop; k++) {
                 vecv bk[VECTORS];
                 UNROLL for (int j = 0; j < VECTORS; j++)
-                    bk[j] = LOADV(T, b, k * ldb + column + j * VL);
+                    bk[j] = LOAD_VL(T, b, k * ldb + column + j * VL);
                 UNROLL for (int r = 0; r < FEW; r++) {
                     const vecv ak = splat(LOAD(T, lines[r], k));
                     UNROLL for (int j = 0; j < VECTORS; j++)
