@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 # Twice quiet: errors alone, without the warnings of setuptools about every editable package.
 PIP = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
-.PHONY: demo install test parity test-arm test-cuda lint format bench loc build clean
+.PHONY: demo install test parity test-arm test-opencl test-rusticl test-cuda lint format bench loc build clean
 
 demo: install
 	$(BIN)/treadle demo
@@ -45,6 +45,17 @@ parity: install $(VENV)/.parity
 # The op table on 64-bit Arm, emulated; wants gcc-aarch64-linux-gnu and qemu-user.
 test-arm: install $(VENV)/.dev
 	$(BIN)/python -m pytest -m arm tests/test_arm.py
+
+# The whole op table on OpenCL, and with the smallest work-groups; TREADLE_TEST_OPENCL names a device.
+test-opencl: install $(VENV)/.dev
+	TREADLE_OPENCL_ROWS=all $(BIN)/python -m pytest -n 2 tests/test_ops.py -k opencl
+	TREADLE_OPENCL_GROUP=64 TREADLE_OPENCL_LOCAL=32768 TREADLE_OPENCL_VECTOR=1 \
+		$(BIN)/python -m pytest -n 2 tests/test_ops.py tests/test_opencl.py -k opencl
+
+# Some of it on rusticl, the driver of AMD's integrated GPUs, here by its software device.
+test-rusticl: install $(VENV)/.dev
+	RUSTICL_ENABLE=llvmpipe TREADLE_TEST_OPENCL=opencl:rusticl \
+		$(BIN)/python -m pytest -n 2 tests/test_rusticl.py
 
 # The op table and training on an NVIDIA GPU.
 test-cuda: install $(VENV)/.cuda
