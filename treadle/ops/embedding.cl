@@ -180,8 +180,8 @@ KERNEL select_row(GLOBAL T *y, GLOBAL const T *x, GLOBAL const i32 *index, i64 b
     const i64 row = ROW;
     const int n = (int)(channels / VEC);
     if (row >= batch) return;
-    i64 at = index[each ? row : 0];
-    at = at < 0 ? 0 : at < time ? at : time - 1;
+    const i32 asked = index[each ? row : 0], last = (i32)time - 1;
+    const i64 at = asked < 0 ? 0 : asked < last ? asked : last;
     for (int j = LANE; j < n; j += LANES)
         STOREV(T, y, row * channels + j * VEC,
                LOADV(T, x, (row * time + at) * channels + j * VEC));
