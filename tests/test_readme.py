@@ -54,6 +54,8 @@ NOT_RUN = (
     *("make demo", "make test", "pip install .", "treadle demo"),
     # What devices there are differs; test_devices.py has these.
     *("pip install '.[opencl]'", "treadle check --device opencl"),
+    *("pip install 'treadle[cuda]'", "pip install '.[cuda]'"),
+    "treadle train --data story.txt --device cuda --precision bf16",
     "treadle train --data story.txt --device opencl",
     *("python -m venv .venv", ". .venv/bin/activate"),
     # A whole book, for minutes.
