@@ -58,6 +58,7 @@ class FakeDevice:
     local_mem_size: int = 32768
     extensions: str = "cl_khr_fp16 cl_khr_3d_image_writes"
     host_unified_memory: int = 1
+    preferred_vector_width_float: int = 1
     platform: Any = None
 
 

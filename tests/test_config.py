@@ -261,7 +261,7 @@ def test_schema_validates_the_keys():
         reference = schema["properties"][section]["$ref"].rpartition("/")[2]
         assert "description" in definitions[reference]["properties"][name], key
         assert definitions[reference]["additionalProperties"] is False
-    assert definitions["TrainConfig"]["properties"]["precision"]["enum"] == ["fp32", "bf16"]
+    assert definitions["TrainConfig"]["properties"]["precision"]["enum"] == ["fp32", "bf16", "tf32"]
 
 
 def test_differences_are_listed_by_key():

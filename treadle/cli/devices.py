@@ -173,7 +173,7 @@ class _Asked:
 
 
 def _cuda(found: Found) -> None:
-    if find_spec("cuda") is None and shutil.which("nvidia-smi") is None:
+    if find_spec("nvmath") is None and shutil.which("nvidia-smi") is None:
         return  # who has no NVIDIA GPU need not read of it
     from treadle.backends import cuda
 
