@@ -14,7 +14,8 @@ import pytest
 from runs import SMALL, assert_same_run, succeed, write_text
 from treadle import checks
 from treadle.backends import cpu, gpu
-from treadle.backends.cuda import STREAMS, CudaBackend, schedule
+from treadle.backends.cuda import CudaBackend
+from treadle.backends.streams import STREAMS, schedule
 from treadle.cases import Case, all_cases
 from treadle.data.sampler import Sampler
 from treadle.errors import BackendError

@@ -6,6 +6,7 @@ our B is its first operand and our A its second. Algorithms are chosen by measur
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,11 @@ import numpy as np
 from treadle.backends import gpu, kernel_cache
 from treadle.errors import BackendError
 
-WORKSPACE = 32 << 20  # of each stream
+WORKSPACE = 32 << 20  # most that an algorithm may take
 CANDIDATES = 8
 REAL = {"f32": 0, "bf16": 14}  # cudaDataType
 COMPUTE_F32, COMPUTE_TF32 = 68, 77  # cublasComputeType_t
-DEFAULT, GELU_AUX, BIAS, GELU_AUX_BIAS = 1, 32 | 128, 4, 32 | 128 | 4  # cublasLtEpilogue_t
+DEFAULT, BIAS, GELU_AUX, DGELU = 1, 4, 32 | 128, 64 | 128  # cublasLtEpilogue_t
 # Ways to add up the parts of a split sum: all but with atomics, whose order is that of chance.
 DETERMINISTIC_SCHEMES = 0x2 | 0x4
 
@@ -36,7 +37,8 @@ class CublasLt:
             ) from None
         self.lt, self.backend, self.libraries = lt, backend, libraries
         self.handle = lt.create()
-        self.workspaces = [libraries.allocate(WORKSPACE) for _ in backend.streams]
+        # While algorithms are measured, on the first stream alone.
+        self.workspaces = [libraries.allocate(WORKSPACE)]
         self.streams = [int(stream.handle) for stream in backend.streams]
         self.file = "cublaslt-" + kernel_cache.digest(
             *backend.identity().values(), str(lt.get_version())
@@ -46,7 +48,8 @@ class CublasLt:
 
     def bind(self, call: gpu.Call, pointers: list[int]) -> Any:
         """A function that puts a product on a stream, by its number. Arguments: y, pre, a, b,
-        bias, residual; dims as ops/vendor.py writes them."""
+        bias, residual; dims as ops/vendor.py writes them. pre: GELU's argument, which the product
+        writes; `matmul_slope` reads it instead and multiplies by GELU's slope."""
         y, pre, a, b, bias, residual = pointers
         m, n, k, ta, tb, lda, ldb, ldy, accumulate = call.dims
         kinds = dict(call.grids[0].defines)
@@ -59,7 +62,8 @@ class CublasLt:
         attribute = lt.MatmulDescAttribute
         self._set(description, attribute.TRANSA, int(tb), np.int32)
         self._set(description, attribute.TRANSB, int(ta), np.int32)
-        epilogue = (BIAS if bias else 0) | (GELU_AUX if pre else 0) or DEFAULT
+        with_pre = DGELU if call.launch.kernel == "matmul_slope" else GELU_AUX
+        epilogue = (BIAS if bias else 0) | (with_pre if pre else 0) or DEFAULT
         self._set(description, attribute.EPILOGUE, epilogue, np.int32)
         if bias:
             self._set(description, attribute.BIAS_POINTER, bias, np.int64)
@@ -72,20 +76,25 @@ class CublasLt:
         added = y if accumulate else residual
         alpha, beta = self.one, self.one if added else self.zero
         added = added or y
-        workspaces, streams = self.workspaces, self.streams
+        workspaces, streams = self.workspaces, self.streams  # which `settle` changes
 
-        def start(algorithm: int, stream: int = 0) -> None:
+        def start(algorithm: int, workspace: int, stream: int = 0) -> None:
             lt.matmul(
                 *(self.handle, description, alpha.ctypes.data, b, first, a, second),
                 *(beta.ctypes.data, added, result, y, result),
-                *(algorithm, workspaces[stream], WORKSPACE, streams[stream]),
+                *(algorithm, workspaces[stream] if workspace else 0, workspace, streams[stream]),
             )
 
         found = self._algorithms(description, first, second, result)
         key = f"{call.dims} {sorted(kinds.items())} {epilogue} {bool(added != y)}"
-        best = self._fastest(key, found, start)
-        chosen = found[best]
-        return lambda stream: start(chosen.ptr, stream)
+        chosen = found[self._fastest(key, found, start)]
+        return _Product(chosen, start)
+
+    def settle(self, needs: list[int]) -> None:
+        """Every stream gets the workspace that its products need."""
+        (measuring,) = self.workspaces
+        self.libraries.give_back(measuring)
+        self.workspaces[:] = [self.libraries.allocate(n) if n else 0 for n in needs]
 
     def _set(self, description: int, attribute: Any, value: int, dtype: Any) -> None:
         data = np.array([value], dtype)
@@ -124,7 +133,7 @@ class CublasLt:
             times = []
             for algorithm in found:
                 try:
-                    run = partial(start, algorithm.ptr)
+                    run = partial(start, algorithm.ptr, algorithm.workspace)
                     times.append(gpu.fastest(run, self.backend.stream.sync))
                 except Exception:
                     times.append(float("inf"))
@@ -139,8 +148,20 @@ class CublasLt:
 
 
 class _Algorithm:
-    """One of the heuristic's results, which begins with the algorithm itself."""
+    """One of the heuristic's results, which begins with the algorithm itself. workspace: bytes."""
 
     def __init__(self, results: Any, index: int) -> None:
         self.results = results  # keeps the memory alive
-        self.ptr = int(results[index : index + 1].ptr)
+        one = results[index : index + 1]
+        self.ptr = int(one.ptr)
+        self.workspace = int(np.ravel(one.workspace_size)[0])
+
+
+class _Product:
+    """A bound product. Called with a stream's number it starts there. workspace: bytes."""
+
+    def __init__(self, algorithm: _Algorithm, start: Callable[[int, int, int], None]) -> None:
+        self.algorithm, self.start, self.workspace = algorithm, start, algorithm.workspace
+
+    def __call__(self, stream: int) -> None:
+        self.start(self.algorithm.ptr, self.workspace, stream)

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 
 from treadle.backends import gpu, kernel_cache
 from treadle.backends.base import Backend, Executable
+from treadle.backends.streams import STREAMS, Slot, schedule
 from treadle.errors import BackendError
 from treadle.graph.op import Gpu, Grid, Node
 from treadle.graph.plan import GPU_ALIGN, plan
@@ -31,8 +32,6 @@ LEAST_BF16 = (8, 0)
 # Bytes behind each piece of memory, so that a product may be computed for more columns than a
 # tensor has (ops/classifier.py).
 SLACK = 1 << 20
-# Calls of a captured graph that do not wait for each other run on so many streams.
-STREAMS = 4
 MIRRORED = ("scalar", "input", "output")  # roles of buffers that have a copy on the host
 
 
@@ -254,12 +253,25 @@ class CudaExecutable(Executable):
         self._calls = {n: [self._bind(c) for c in found] for n, found in calls.items()}
         self._tuning.save()
         self._schedules = {n: schedule(found) for n, found in calls.items()}
-        for bound in self._calls.values():  # libraries load their kernels at first use
-            for run in bound:
-                run(0)
-        self.stream.sync()
+        self._libraries.settle(self._needs())
+        for name, bound in self._calls.items():  # libraries load their kernels at first use
+            for run, place in zip(bound, self._schedules[name], strict=True):
+                run(place.stream)
+        self._finish()
         self._clear()
         self._captured: dict[tuple[str, ...], Any] = {}
+
+    def _needs(self) -> list[int]:
+        """Bytes of workspace that matrix products of each stream need."""
+        needs = [0] * STREAMS
+        for name, bound in self._calls.items():
+            for run, place in zip(bound, self._schedules[name], strict=True):
+                needs[place.stream] = max(needs[place.stream], getattr(run, "workspace", 0))
+        return needs
+
+    def _finish(self) -> None:
+        """Wait for all streams."""
+        checked(driver().cuCtxSynchronize())
 
     # ------------------------------------------------------------ memory
 
@@ -372,11 +384,12 @@ class CudaExecutable(Executable):
     def profile(self, graph: str) -> list[tuple[Node, float]]:
         seconds = {id(node): 0.0 for node in self.plans[graph].graph.nodes}
         self._mirrors.send()
-        self.stream.sync()
-        for run, nodes in zip(self._calls[graph], self._nodes[graph], strict=True):
+        self._finish()
+        parts = zip(self._calls[graph], self._schedules[graph], self._nodes[graph], strict=True)
+        for run, place, nodes in parts:
             start = time.perf_counter()
-            run(0)
-            self.stream.sync()
+            run(place.stream)
+            self._finish()
             seconds[id(nodes[0])] += time.perf_counter() - start
         self._mirrors.fetch()
         return [(node, seconds[id(node)]) for node in self.plans[graph].graph.nodes]
@@ -507,68 +520,6 @@ def _bytes_at(pointer: int, nbytes: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer))
 
 
-# ---------------------------------------------------------------- order
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where a call runs: its stream, and the calls of other streams that it waits for."""
-
-    stream: int
-    waits: tuple[int, ...]
-
-
-def schedule(calls: list[gpu.Call]) -> list[Slot]:
-    """Calls on several streams: one waits for another where both touch the same memory and one of
-    them writes it. Whatever the order that results, the bits are those of one stream.
-
-    A call follows the latest of those that it waits for on its stream, so that a chain stays on
-    one; cuDNN's stay on the first, which its handle is bound to.
-    """
-    touched: dict[int, list[tuple[int, int, int, bool]]] = {}  # by piece: from, to, call, writes
-    slots: list[Slot] = []
-    clocks: list[list[int]] = []  # by call: the last call of each stream that it comes behind
-    last = [-1] * STREAMS
-    for i, call in enumerate(calls):
-        needed: set[int] = set()
-        for k, m in enumerate(call.memory):
-            if m is not None:
-                needed |= _touch(touched.setdefault(m.piece, []), m, i, k < call.launch.writes)
-        needed.discard(i)
-        behind = [j for j in sorted(needed, reverse=True) if last[slots[j].stream] == j]
-        if call.grids[0].source == "cudnn":
-            stream = 0
-        elif behind:
-            stream = slots[behind[0]].stream
-        else:
-            stream = last.index(min(last))
-        clock = list(clocks[last[stream]]) if last[stream] >= 0 else [-1] * STREAMS
-        clock[stream] = max(clock[stream], last[stream])
-        waits = []
-        for j in sorted(needed, reverse=True):
-            if clock[slots[j].stream] < j:
-                waits.append(j)
-                clock = [max(a, b) for a, b in zip(clock, clocks[j], strict=True)]
-                clock[slots[j].stream] = max(clock[slots[j].stream], j)
-        slots.append(Slot(stream, tuple(waits)))
-        clocks.append(clock)
-        last[stream] = i
-    return slots
-
-
-def _touch(
-    known: list[tuple[int, int, int, bool]], m: gpu.Memory, call: int, writes: bool
-) -> set[int]:
-    """Note that a call touches memory of a piece; the earlier calls that it has to wait for. What
-    it overwrites whole need not be remembered: whoever comes later waits for it."""
-    start, end = m.offset, m.offset + m.nbytes
-    found = {j for a, b, j, w in known if a < end and start < b and (w or writes)}
-    if writes:
-        known[:] = [x for x in known if not (start <= x[0] and x[1] <= end) or x[2] == call]
-    known.append((start, end, call, writes))
-    return found
-
-
 # ---------------------------------------------------------------- libraries
 
 
@@ -578,7 +529,7 @@ class Libraries:
     def __init__(self, backend: CudaBackend) -> None:
         self.backend = backend
         self.workspace_bytes = 0
-        self._workspaces: list[int] = []
+        self._workspaces: dict[int, int] = {}  # bytes by address
         self._dnn_workspace, self._dnn_bytes = 0, 0
         self._blas: Any = None
         self._dnn: Any = None
@@ -597,11 +548,22 @@ class Libraries:
             self._dnn = Cudnn(self.backend, self)
         return self._dnn.bind(call, pointers)
 
+    def settle(self, needs: list[int]) -> None:
+        """All is bound; needs: bytes of workspace that matrix products of each stream need."""
+        if self._blas is not None:
+            self._blas.settle(needs)
+
     def allocate(self, nbytes: int) -> int:
-        """The address of a workspace, which stays until the end."""
-        self._workspaces.append(int(checked(driver().cuMemAlloc(nbytes))))
+        """The address of a workspace, which stays until the end or is given back."""
+        pointer = int(checked(driver().cuMemAlloc(nbytes)))
+        self._workspaces[pointer] = nbytes
         self.workspace_bytes += nbytes
-        return self._workspaces[-1]
+        return pointer
+
+    def give_back(self, pointer: int) -> None:
+        """Free a workspace."""
+        self.workspace_bytes -= self._workspaces.pop(pointer)
+        checked(driver().cuMemFree(pointer))
 
     def for_attention(self, nbytes: int) -> int:
         """A workspace for calls of the first stream, one of which runs at a time. An earlier one
@@ -615,5 +577,5 @@ class Libraries:
         for library in (self._blas, self._dnn):
             if library is not None:
                 library.close()
-        for pointer in self._workspaces:
-            checked(driver().cuMemFree(pointer))
+        for pointer in list(self._workspaces):
+            self.give_back(pointer)
