@@ -191,6 +191,34 @@ def test_gate_stays_out(build: Build) -> None:
     assert "gated" in agree(build, NumpyBackend("float64")).ops()
 
 
+# ---------------------------------------------------------------- matmul, activation_grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", elementwise.ACTIVATIONS)
+def test_slope_joins_the_product_before_it(backend: NumpyBackend | str, kind: str) -> None:
+    def build(s: Sketch) -> None:
+        y = linear(activation(product(s), kind), s.read("w2", OUTER, INNER))
+        for name, value in zip(
+            ("dx", "dw", "db"), differentiate(s, y, ["x", "w", "b"]), strict=True
+        ):
+            s.output(name, value)
+
+    sketch = agree(build, backend)
+    assert "activation_grad" not in sketch.ops()
+    assert kind in [node.op.attributes().get("slope") for node in sketch.graph.nodes]
+
+
+def test_slope_stays_out_of_a_product_that_is_read_elsewhere() -> None:
+    sketch = Sketch()
+    dy = matmul(sketch.read("dy", ROWS, INNER), sketch.read("w", INNER, OUTER))
+    slope = elementwise.ActivationGrad("gelu")
+    (dx,) = sketch.graph.apply(slope, dy, sketch.read("pre", ROWS, OUTER))
+    sketch.output("both", add(scale(dx, 2.0), dy))
+    fuse(sketch.graph)
+    assert "activation_grad" in sketch.ops()
+
+
 # ---------------------------------------------------------------- matmul, add
 
 

@@ -154,7 +154,11 @@ def _linear() -> list[Case]:
             rows.append(Case(mm(activation=kind), [(m, k), (k, n), bias]))
             gate = mm(activation=kind, transpose_b=True, gated=True)
             rows.append(Case(gate, [(m, k), (n, k), None, (m, n)]))
+            slope = mm(slope=kind, transpose_b=True)
+            rows.append(Case(slope, [(m, k), (n, k), None, Input((m, n), make=spread)]))
     rows.append(Case(MatMul(), [(2, 5, 7), (7, 3), Input((3,), WIDE)], gradient=True))
+    wide_rows = [(33, 24), (64, 24), None, Input((33, 64), make=spread)]
+    rows.append(Case(MatMul(slope="gelu", transpose_b=True), wide_rows))
     return rows
 
 

@@ -267,6 +267,13 @@ class ActivationGrad(Op):
         return _pointwise(target, f"{self.kind}_backward", dx.dtype, [dx, dy, x], 1, [dx.size])
 
 
+def slope_launches(
+    target: Target, kind: str, dtype: str, dx: Arg, x: Arg, size: int
+) -> list[Launch]:
+    """The launches of dx = dx · f'(x), in place."""
+    return _pointwise(target, f"{kind}_backward", dtype, [dx, dx, x], 1, [size])
+
+
 # ---------------------------------------------------------------- gated activations
 
 

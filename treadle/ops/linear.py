@@ -32,7 +32,13 @@ from treadle.graph.plan import GPU_ALIGN, align
 from treadle.graph.value import SUFFIX, Spec, Value, itemsize, wide
 from treadle.ops import gpu_tiles, vendor
 from treadle.ops.elementwise import activation as activate
-from treadle.ops.elementwise import activation_reference, add, sum_leading
+from treadle.ops.elementwise import (
+    activation_reference,
+    activation_slope,
+    add,
+    slope_launches,
+    sum_leading,
+)
 from treadle.ops.tiles import matmul_tiles, reads_in_place
 
 # As linear.c and kernels/activation.h number them.
@@ -43,7 +49,8 @@ ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4}
 @dataclass(frozen=True)
 class MatMul(Op):
     """y = f(A · B + bias) + residual (+ into), pre = A · B + bias; or, with `gated`, f of another
-    product times this one: y = f(gate) · (A · B + bias), the gate in the place of the residual.
+    product times this one: y = f(gate) · (A · B + bias), the gate in the place of the residual; or,
+    with `slope`, y = (A · B) · f'(x), the gradient through an activation of x, which stands there.
 
     a: [..., K], or [..., M] with transpose_a: its leading dimensions are then the sum's
     (aᵀ · b over all rows, a weight's gradient).  b: [K, N], or [N, K] with transpose_b; with
@@ -52,8 +59,9 @@ class MatMul(Op):
     is added to, in place.
     Outputs: y [..., N] ([M, N] with transpose_a), and pre (before the activation), for backward.
     f is taken of pre in its own dtype, as by an Activation or a Gated after the product.
-    The sums are in float32 (float64 where the inputs are). f, gate, residual and into are set by
-    the fusion pass, after differentiation; only the bare product and the bias have a gradient here.
+    The sums are in float32 (float64 where the inputs are). f, gate, slope, residual and into are
+    set by the fusion pass, after differentiation; only the bare product and the bias have a
+    gradient here.
     """
 
     transpose_a: bool = False
@@ -61,6 +69,7 @@ class MatMul(Op):
     activation: str | None = None
     dtype: str | None = None
     gated: bool = False
+    slope: str | None = None
     name: ClassVar[str] = "matmul"
     optional: ClassVar[tuple[int, ...]] = (1,)
 
@@ -125,6 +134,8 @@ class MatMul(Op):
             pre = pre + bias
         if self.gated and self.activation and residual is not None:
             return activation_reference(self.activation, residual) * pre, pre
+        if self.slope and residual is not None:
+            return (pre * activation_slope(self.slope, residual),)
         y = activation_reference(self.activation, pre) if self.activation else pre
         if residual is not None:
             y = y + residual
@@ -169,7 +180,8 @@ class MatMul(Op):
     def cost(self, node: Node) -> Cost:
         a, b = node.inputs[:2]
         assert a is not None and b is not None
-        return Cost(2 * prod(self.sizes(a.spec, b.spec)), touched(node))
+        slope = 14 * node.outputs[0].size if self.slope else 0
+        return Cost(2 * prod(self.sizes(a.spec, b.spec)) + slope, touched(node))
 
     def lower(self, target: Target, node: Node) -> Sequence[Launch]:
         a, b, bias, residual = (*node.inputs, None, None)[:4]
@@ -185,6 +197,7 @@ class MatMul(Op):
             residual=residual,
             accumulate=bool(self.updates),
             gated=self.gated,
+            slope=self.slope,
         )
 
 
@@ -207,10 +220,11 @@ def matmul_launches(
     residual: Arg = None,
     accumulate: bool = False,
     gated: bool = False,
+    slope: str | None = None,
     packed: Temp | None = None,
 ) -> list[Launch]:
     """The launches of one product: y = f(A · B + bias) + residual, added to y with `accumulate`, or
-    f(residual) · (A · B + bias) with `gated`.
+    f(residual) · (A · B + bias) with `gated`, or f'(residual) · (A · B) with `slope`.
 
     sizes: M, N, K.  dtype: of a, b and pre.  a_stride: elements from one row of a, as it lies in
     memory, to the next, where that is more than its row.  y_stride: of y, for a library alone.
@@ -230,8 +244,18 @@ def matmul_launches(
             residual=residual,
             accumulate=accumulate,
             gated=gated,
+            slope=slope,
         )
     m, n, k = sizes
+    if slope is not None:  # where registers gain nothing over a second pass
+        product = matmul_launches(
+            *(target, y, a, b, sizes, dtype, y_dtype),
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            a_stride=a_stride,
+            packed=packed,
+        )
+        return [*product, *slope_launches(target, slope, y_dtype, y, residual, m * n)]
     a_strides = (1, a_stride or m) if transpose_a else (a_stride or k, 1)
     b_strides = (1, k) if transpose_b else (n, 1)
     if n == 1 and bias is None:  # A as B, whose columns it then has, because few rows stream B

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from treadle.graph.op import Arg, Grid, Launch, Target, Temp, pointwise
 from treadle.graph.value import SUFFIX, itemsize, wide
+from treadle.ops.elementwise import slope_launches
 
 LIBRARY_ALIGN = 8  # elements of a row that cuBLASLt's epilogues want a multiple of
 
@@ -31,34 +32,37 @@ def matmul(
     residual: Arg = None,
     accumulate: bool = False,
     gated: bool = False,
+    slope: str | None = None,
 ) -> list[Launch]:
     """The launches of one product; arguments as those of linear.matmul_launches.
 
-    The bias, the residual or what is accumulated to, and GELU with its argument go into the product
-    where cuBLASLt can; the rest are kernels of their own.
+    The bias, the residual or what is accumulated to, and GELU with its argument or its slope go
+    into the product where cuBLASLt can; the rest are kernels of their own.
     """
     m, n, k = sizes
+    able = n % LIBRARY_ALIGN == 0 and y_dtype == dtype == "bfloat16"
     fused = (
-        activation == "gelu"
+        able
+        and activation == "gelu"
         and pre is not None
         and not (gated or accumulate or residual is not None)
-        and n % LIBRARY_ALIGN == 0
-        and y_dtype == dtype == "bfloat16"
     )
     whole = activation is None or fused  # the product is the result
     out = y_dtype if whole else dtype
     product = y if whole else pre if pre is not None else Temp(m * n * itemsize(dtype), "pre")
+    inside = able and slope == "gelu"
     launches: list[Launch] = []
     if bias is not None and out != wide(dtype):  # cuBLASLt's bias has the result's dtype
         copy = Temp(n * itemsize(out), "bias")
         launches += _pointwise(target, "cast", [wide(dtype), out], [copy, bias], [n])
         bias = copy
-    late = residual if accumulate or not whole else None
+    late = residual if accumulate or not whole or slope else None
+    argument = residual if inside else pre if fused else None
     launches.append(
         Launch(
-            "cublaslt",
-            [product, pre if fused else None, a, b, bias, None if late is not None else residual],
-            2,
+            "matmul_slope" if inside else "matmul",
+            [product, argument, a, b, bias, None if late is not None else residual],
+            1 if inside else 2,
             [
                 *(m, n, k, int(transpose_a), int(transpose_b)),
                 *(a_stride or (m if transpose_a else k), k if transpose_b else n, y_stride or n),
@@ -68,6 +72,11 @@ def matmul(
         )
     )
     size = m * n
+    if slope is not None:
+        return [
+            *launches,
+            *([] if inside else slope_launches(target, slope, out, y, residual, size)),
+        ]
     if not whole and gated:
         kernel = f"gated_{activation}_forward"
         return [*launches, *_pointwise(target, kernel, [dtype], [y, late, product], [size])]

@@ -5,6 +5,7 @@ identity, so that whatever reads them stays valid; only the nodes that produce t
 
     matmul, activation          -> matmul with an activation, its argument as second output
     matmul, gated               -> matmul with a gate, its own result as second output
+    matmul, activation_grad     -> matmul with the activation's slope as a factor
     matmul, add                 -> matmul with a residual
     matmul, matmul, sum         -> the second with the first as its residual
     rmsnorm, add                -> rmsnorm with a residual
@@ -22,7 +23,7 @@ from dataclasses import replace
 from treadle.graph.op import Graph, Node, Op, Sum
 from treadle.graph.value import Value
 from treadle.ops.classifier import LinearCrossEntropy, LinearCrossEntropyInto
-from treadle.ops.elementwise import Activation, Add, Gated
+from treadle.ops.elementwise import Activation, ActivationGrad, Add, Gated
 from treadle.ops.embedding import EmbeddingGrad
 from treadle.ops.linear import MatMul, MatMulInto
 from treadle.ops.norm import LayerNormGrad, RMSNorm, RMSNormGrad
@@ -36,7 +37,7 @@ def fuse(graph: Graph) -> Graph:
     reader would keep a rule from firing.
     """
     graph.prune()
-    rules = (_activation, _gate, _residual, _norm_residual, _norm_grad, _tied_embedding)
+    rules = (_activation, _gate, _slope, _residual, _norm_residual, _norm_grad, _tied_embedding)
     for rule in (*rules, _embedding_into, _matmul_into, _classifier_into):
         sweep = _Sweep(graph)
         for node in list(graph.nodes):
@@ -157,6 +158,28 @@ def _gate(sweep: _Sweep, node: Node) -> None:
         inputs = (*(*product.inputs, None)[:3], gate)
         fused = replace(product.op, activation=op.kind, gated=True)
         made = Node(fused, inputs, (node.outputs[0], pre), product.name)
+        sweep.replace((product, node), (made,), at)
+
+
+# ---------------------------------------------------------------- matmul, activation_grad
+
+
+def _slope(sweep: _Sweep, node: Node) -> None:
+    op = node.op
+    product = _producer(node.inputs[0], MatMul) if isinstance(op, ActivationGrad) else None
+    if product is None or node.outputs[0].buffer is not None:
+        return
+    dy, x = node.inputs
+    at = sweep.place[id(node)]
+    assert isinstance(op, ActivationGrad) and isinstance(product.op, MatMul) and dy is not None
+    if (
+        product.op.activation is None
+        and len(product.inputs) == 2
+        and _only(dy, node)
+        and sweep.current(product, at)
+    ):
+        fused = replace(product.op, slope=op.kind)
+        made = Node(fused, (*product.inputs, None, x), node.outputs, product.name)
         sweep.replace((product, node), (made,), at)
 
 
@@ -314,6 +337,8 @@ def _matmul_into(sweep: _Sweep, node: Node) -> None:
     product = _producer(value, MatMul)
     at = None if product is None else _position(sweep, product, node)
     if product is None or at is None or len(product.outputs) > 1:
+        return
+    if product.op.attributes()["slope"] is not None:
         return
     inputs = (*(*product.inputs, None, None)[:4], into)
     op = MatMulInto(**product.op.attributes())
