@@ -172,8 +172,9 @@ class Tinygrad(Stepper):
             scale = (OPTIMIZER.grad_clip / (norm + 1e-6)).minimum(1.0)
             for t in optimizer.params:
                 t.grad = t.grad * scale
-            optimizer.step()
-            return loss.realize(), norm.realize()
+            # Together: a loss that is realized later would be that of the new weights.
+            Tensor.realize(loss, norm, *optimizer.schedule_step())
+            return loss, norm
 
         self.step = step
         self.data = [tuple(Tensor(x).realize() for x in pair) for pair in batches(preset)]
