@@ -102,10 +102,10 @@ def cuda_gpus() -> list[Candidate]:
     """The NVIDIA GPUs that CUDA shows; none without cuda-core, nvmath-python or a driver."""
     if any(find_spec(name) is None for name in ("cuda", "nvmath")):
         return []
-    from treadle.backends import cuda
+    from treadle.backends import cuda_driver
 
     try:
-        return [Candidate(d.device, d.name, d.driver) for d in cuda.devices()]
+        return [Candidate(d.device, d.name, d.driver) for d in cuda_driver.devices()]
     except BackendError:
         return []
 

@@ -175,16 +175,16 @@ class _Asked:
 def _cuda(found: Found) -> None:
     if find_spec("nvmath") is None and shutil.which("nvidia-smi") is None:
         return  # who has no NVIDIA GPU need not read of it
-    from treadle.backends import cuda
+    from treadle.backends import cuda_driver
 
     try:
-        devices = cuda.devices()
+        devices = cuda_driver.devices()
     except Exception as error:  # whatever a broken driver does
         found.notes.append(f"cuda: {one_line(error)}")
         return
     for d in devices:
         features = [f"compute capability {d.capability[0]}.{d.capability[1]}"]
-        features += ["bfloat16"] if d.capability >= cuda.LEAST_BF16 else []
+        features += ["bfloat16"] if d.capability >= cuda_driver.LEAST_BF16 else []
         sizes = d.memory, d.units, d.group, d.local
         found.devices.append(Device(d.device, d.name, "GPU", "CUDA", d.driver, *sizes, features))
 

@@ -49,6 +49,7 @@ class Gpu:
                 work-items are lanes; 4 or more on a processor.
     allocation: bytes of one piece of memory at most, None without a limit.
     vendor:     whether cuBLASLt and cuDNN are there.
+    memory:     bytes that the device has, for choices between speed and memory.
     """
 
     group: int = 64
@@ -56,6 +57,7 @@ class Gpu:
     vector: int = 1
     allocation: int | None = None
     vendor: bool = False
+    memory: int = 8 << 30
 
     def items(self, wanted: int) -> int:
         """A power of two, at most `wanted` and at most a work-group."""

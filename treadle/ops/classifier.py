@@ -30,6 +30,7 @@ from treadle.graph.op import (
     expect,
     expect_float,
     expect_same,
+    pointwise,
     row_grid,
     suffixed,
     touched,
@@ -307,10 +308,12 @@ def _lower(
 # processor needs larger chunks to be busy, and the libraries' products larger ones still.
 GPU_ROWS = 256
 GPU_CHUNK_LOGITS, GPU_CHUNK_ROWS = 1 << 25, 1024
-VENDOR_CHUNK_LOGITS = 1 << 29
+# There a chunk's logits, and dlogits in bfloat16, take at most this part of the device's memory.
+VENDOR_CHUNK_LOGITS, VENDOR_PART = 1 << 31, 12
 # Rows of logits are a multiple of so many where a library's product writes them. An odd vocabulary
 # costs it six times as long, so where only weights follow the weight in memory, what lies there is
-# multiplied along: the loss ignores those columns, and their dlogits are 0.
+# multiplied along: the loss ignores those columns, and their dlogits are 0. The gradient of the
+# weight has no such room and is made elsewhere.
 VENDOR_COLUMNS = 64
 WEIGHTS = ("weight", "shadow")
 
@@ -320,7 +323,9 @@ def _gpu_chunks(target: Gpu, rows: int, vocabulary: int, most: int | None) -> li
     if target.vector > 1:
         most = most or max(CHUNK_ROWS, CHUNK_LOGITS // vocabulary)
     else:
-        logits = VENDOR_CHUNK_LOGITS if target.vendor else GPU_CHUNK_LOGITS
+        logits = GPU_CHUNK_LOGITS
+        if target.vendor:
+            logits = min(VENDOR_CHUNK_LOGITS, target.memory // VENDOR_PART // (4 + 2))
         most = most or max(GPU_CHUNK_ROWS, logits // vocabulary)
     units = blocks(rows, GPU_ROWS)
     found = chunks(units, vocabulary, max(1, most // GPU_ROWS))
@@ -348,6 +353,11 @@ def _lower_gpu(
     dlogits = logits if size == 4 else Temp(tallest * stride * size, "dlogits")
     pairs = [Temp(rows * 4, "partial") for _ in range(2)]
     wanted = dloss[0] if dloss and (dx is not None or dweight is not None) else None
+    summed: Value | Temp | None = dweight
+    tall = vocabulary
+    if dweight is not None and stride > vocabulary:  # rows of zeros, for the library's sake
+        tall = stride
+        summed = Temp(tall * channels * 4, "dweight")
 
     launches = []
     for i, (start, end) in enumerate(parts):
@@ -374,12 +384,21 @@ def _lower_gpu(
             )
         if dweight is not None:
             launches += matmul_launches(
-                *(target, dweight, dlogits, part, (vocabulary, channels, n), x.dtype, "float32"),
+                *(target, summed, dlogits, part, (tall, channels, n), x.dtype, "float32"),
                 transpose_a=True,
                 a_stride=stride,
-                accumulate=i > 0 or into,
+                accumulate=i > 0 or (into and summed is dweight),
                 packed=packed,
             )
+    if dweight is not None and isinstance(summed, Temp):
+        found = Slice(summed, 0, dweight.nbytes)
+        size_ = dweight.size
+        if into:
+            args, sizes = [dweight, dweight, found], [size_, size_]
+            launches += pointwise(target, "elementwise", "add", ["float32"], args, 1, sizes)
+        else:
+            args, sizes = [dweight, found], [size_]
+            launches += pointwise(target, "elementwise", "copy", ["float32"], args, 1, sizes)
     losses = row_grid(target, "loss", ["float32", x.dtype], tallest, vocabulary)
     return launches + combine_pairs(target, losses, node.outputs[:2], pairs, rows)
 
