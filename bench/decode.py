@@ -139,6 +139,7 @@ def reader(threads: int) -> Callable[[], list[float]]:
     def read() -> list[float]:
         start = time.perf_counter()
         executable.run("read")
+        executable.read("y0")
         return [time.perf_counter() - start]
 
     return read

@@ -207,15 +207,15 @@ def _hold_at(moment: str, number: int) -> None:
     """Changes the session of this process so that it waits at the moment."""
     from treadle.train.session import Session
 
-    step, evaluate = Session.step, Session.evaluate
+    begin, evaluate = Session.begin, Session.evaluate
     evaluations = 0
 
-    def held_step(self: Session, at: int, *args: Any, **kwargs: Any) -> Any:
+    def held_begin(self: Session, at: int, *args: Any, **kwargs: Any) -> Any:
         if at != number:
-            return step(self, at, *args, **kwargs)
+            return begin(self, at, *args, **kwargs)
         if moment == "step":
             _hold()
-            return step(self, at, *args, **kwargs)
+            return begin(self, at, *args, **kwargs)
         execute = self.executable.run
 
         def held_execute(*graphs: str) -> None:
@@ -224,7 +224,7 @@ def _hold_at(moment: str, number: int) -> None:
             execute(*graphs)
 
         self.executable.run = held_execute  # type: ignore[method-assign]
-        result = step(self, at, *args, **kwargs)
+        result = begin(self, at, *args, **kwargs)
         self.executable.run = execute  # type: ignore[method-assign]
         return result
 
@@ -243,7 +243,7 @@ def _hold_at(moment: str, number: int) -> None:
     if moment == "evaluate":
         Session.evaluate = held_evaluate  # type: ignore[method-assign]
     else:
-        Session.step = held_step  # type: ignore[method-assign, assignment]
+        Session.begin = held_begin  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

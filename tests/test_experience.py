@@ -249,7 +249,7 @@ def test_a_run_stops_at_a_spike_and_goes_on_past_it(twin: Path, text: Path, tmp_
 
 def _break_gradients(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     """Makes the gradients of some steps, from 0, infinite on the device."""
-    step = Session.step
+    begin = Session.begin
 
     def broken(self: Session, at: int, *args: Any, **kwargs: Any) -> Any:
         write = self.executable.write
@@ -259,11 +259,11 @@ def _break_gradients(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
 
         self.executable.write = spoiled  # type: ignore[method-assign]
         try:
-            return step(self, at, *args, **kwargs)
+            return begin(self, at, *args, **kwargs)
         finally:
             self.executable.write = write  # type: ignore[method-assign]
 
-    monkeypatch.setattr(Session, "step", broken)
+    monkeypatch.setattr(Session, "begin", broken)
 
 
 def test_failure_17_steps_that_are_not_finite_can_be_left_out(

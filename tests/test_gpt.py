@@ -12,7 +12,7 @@ from treadle.backends import cpu
 from treadle.backends.base import Backend
 from treadle.backends.numpy import NumpyBackend
 from treadle.data.sampler import IGNORE, Sampler
-from treadle.errors import CheckpointError, ConfigError
+from treadle.errors import CheckpointError, ConfigError, OutOfMemoryError
 from treadle.generate import Decoder
 from treadle.models import build, from_hf_config
 from treadle.models.gpt2 import GPT2
@@ -322,3 +322,16 @@ def test_accumulation_on_the_cpu() -> None:
         for p in model.parameters():
             left, right = (r.executable.read(f"{p.name}.grad") for r in (runs[0], run))
             np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-5, err_msg=p.name)
+
+
+@kernels
+def test_what_does_not_fit_names_the_batch_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = session(SMALL, cpu.CpuBackend(1), 12, grad_accum=2)
+    room = float(made.executable.memory().total)
+    monkeypatch.setattr(cpu, "physical_memory", lambda: room)
+    session(SMALL, cpu.CpuBackend(1), 12, grad_accum=2)
+    with pytest.raises(OutOfMemoryError, match=r"; a train\.batch_size of 12 fits$"):
+        session(SMALL, cpu.CpuBackend(1), 64, grad_accum=2)
+    monkeypatch.setattr(cpu, "physical_memory", lambda: 4e5)
+    with pytest.raises(OutOfMemoryError, match=r"; not even one window fits$"):
+        session(SMALL, cpu.CpuBackend(1), 64, grad_accum=2)

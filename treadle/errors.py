@@ -8,6 +8,7 @@ TreadleError                  one clear line: what, where, what to do; the comma
 │   ├── ShapeError            shapes that do not fit an op: `[op] expected X, got Y; hint`
 │   └── DTypeError            dtypes that do not fit an op
 ├── BackendError              a device, driver or kernel that is missing or failed
+│   └── OutOfMemoryError      a program that does not fit a device's memory
 ├── CheckpointError           files that are missing, damaged, or of another run
 │   ├── CorruptError          a digest, header or length that is not what it should be
 │   └── MismatchError         a checkpoint of another configuration, field by field
@@ -51,6 +52,14 @@ class DTypeError(GraphError):
 
 class BackendError(TreadleError):
     """A device, driver or kernel that is missing or failed."""
+
+
+class OutOfMemoryError(BackendError):
+    """A program that does not fit a device's memory. room: the bytes that there are for it."""
+
+    def __init__(self, message: str, room: float) -> None:
+        super().__init__(message)
+        self.room = room
 
 
 class CheckpointError(TreadleError):

@@ -37,7 +37,8 @@ class Executable(ABC):
 
     @abstractmethod
     def run(self, *graphs: str) -> None:
-        """Run graphs one after another, as one call."""
+        """Run graphs one after another, as one call. May come back before they have run; whatever
+        is done next with the executable waits for them."""
 
     @abstractmethod
     def profile(self, graph: str) -> list[tuple[Node, float]]:

@@ -11,7 +11,7 @@ import ctypes
 import os
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from treadle.backends.base import Backend, Executable
 from treadle.backends.build import source_digest
-from treadle.errors import BackendError
+from treadle.errors import BackendError, OutOfMemoryError
 from treadle.graph.op import Node
 from treadle.graph.plan import ALIGN, Plan, align, plan
 from treadle.graph.program import Program
@@ -235,9 +235,10 @@ class CpuExecutable(Executable):
             self._arena = aligned(memory.arena)
             self._scratch = aligned(memory.scratch + ALIGN)
         except MemoryError:
-            raise BackendError(
+            raise OutOfMemoryError(
                 f"out of memory: the program needs {memory.total / 2**30:.2f} GiB; lower "
-                "train.batch_size, raise train.grad_accum, or make the model smaller"
+                "train.batch_size, raise train.grad_accum, or make the model smaller",
+                physical_memory(),
             ) from None
         self._views: dict[str, np.ndarray] = {}
         base: dict[str | None, int] = {None: self._arena.ctypes.data}
@@ -250,15 +251,18 @@ class CpuExecutable(Executable):
         self._calls = {name: _Calls(p, base, lib) for name, p in self.plans.items()}
         self._stride = max((p.scratch_bytes for p in self.plans.values()), default=0)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="treadle-walker")
+        self._running: Future[None] | None = None
 
     def write(self, name: str, array: ArrayLike) -> None:
         values = self.checked(name, array)
+        self._wait()
         if self.buffer(name).dtype == "bfloat16":
             values = to_bfloat16(np.asarray(values, np.float32))
         np.copyto(self._views[name], values, casting="unsafe")
 
     def read(self, name: str) -> np.ndarray:
         buffer = self.buffer(name)
+        self._wait()
         view = self._views[name]
         return from_bfloat16(view) if buffer.dtype == "bfloat16" else view.copy()
 
@@ -266,12 +270,21 @@ class CpuExecutable(Executable):
         if self.buffer(name).dtype == "bfloat16":
             super().read_into(name, target)
         else:
+            self._wait()
             np.copyto(target, self._views[name])
 
     def run(self, *graphs: str) -> None:
-        self._worker.submit(self._run, graphs).result()
+        self._wait()
+        self._running = self._worker.submit(self._run, graphs)
+
+    def _wait(self) -> None:
+        """For what runs; its error is raised here."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
 
     def profile(self, graph: str) -> list[tuple[Node, float]]:
+        self._wait()
         return self._worker.submit(self._profile, graph).result()
 
     def _run(self, graphs: Sequence[str]) -> None:
@@ -307,5 +320,6 @@ class CpuExecutable(Executable):
 
     def close(self) -> None:
         self._worker.shutdown()
+        self._running = None
         self._views = {}
         self._calls = {}

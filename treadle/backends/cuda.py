@@ -28,7 +28,7 @@ from treadle.backends.cuda_driver import (
     version,
 )
 from treadle.backends.streams import STREAMS, Slot, schedule
-from treadle.errors import BackendError
+from treadle.errors import BackendError, OutOfMemoryError
 from treadle.graph.op import Gpu, Grid, Node
 from treadle.graph.plan import GPU_ALIGN, plan
 from treadle.graph.program import Memory, Program, memory
@@ -195,10 +195,11 @@ class CudaExecutable(Executable):
         total = self.memory().total
         free, there = checked(driver().cuMemGetInfo())
         if total > free:
-            raise BackendError(
+            raise OutOfMemoryError(
                 f"out of device memory: the program needs {total / 2**30:.2f} GiB, and of the "
                 f"{there / 2**30:.2f} of {self.backend.device.name} {free / 2**30:.2f} are free; "
-                f"lower train.batch_size, raise train.grad_accum, {INSTEAD}"
+                f"lower train.batch_size, raise train.grad_accum, {INSTEAD}",
+                free,
             )
 
     def _allocate(self, nbytes: int) -> int:

@@ -30,14 +30,37 @@ class Cudnn:
         import cudnn
 
         self.cudnn, self.backend, self.libraries = cudnn, backend, libraries
+        self.plans: dict[tuple[Any, ...], tuple[Any, dict[str, Any]]] = {}  # layers share them
         self.handle = cudnn.create_handle()
         cudnn.set_stream(self.handle, int(backend.stream.handle))
 
     def bind(self, call: gpu.Call, pointers: list[int]) -> Any:
         """A function that puts attention, or its gradient, on the first stream."""
-        b, t, h, k, d = call.dims
-        scale = float(call.launch.nums[0])
-        forward = call.launch.kernel == "sdpa_forward"
+        h, k, d = call.dims[2:]
+        if call.launch.kernel == "sdpa_forward":
+            y, lse, qkv = pointers
+            places = {"y": y} | ({"lse": lse} if lse else {})
+        else:
+            dqkv, dy, qkv, y, lse = pointers
+            places = {"y": y, "lse": lse, "dy": dy}
+        for name, at in (("q", 0), ("k", h * d), ("v", (h + k) * d)):
+            places[name] = qkv + at * 2
+            if "dy" in places:
+                places[f"d{name}"] = dqkv + at * 2
+        key = (call.launch.kernel, tuple(call.dims), float(call.launch.nums[0]), "lse" in places)
+        if key not in self.plans:
+            self.plans[key] = self._plan(*key)
+        graph, tensors = self.plans[key]
+        variants = {tensor: places[name] for name, tensor in tensors.items()}
+        workspace = self.libraries.for_attention(max(1, int(graph.get_workspace_size())))
+        handle = self.handle
+        return lambda _: graph.execute(variants, workspace, handle=handle)
+
+    def _plan(
+        self, kernel: str, dims: tuple[int, ...], scale: float, statistics_wanted: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        """A built graph, and its tensors by name."""
+        b, t, h, k, d = dims
         graph = self.cudnn.pygraph(
             io_data_type=self.cudnn.data_type.BFLOAT16,
             intermediate_data_type=self.cudnn.data_type.FLOAT,
@@ -45,38 +68,34 @@ class Cudnn:
             handle=self.handle,
         )
         row = (h + 2 * k) * d
-        packed = {
-            name: (heads, at * d, [t * row, d, row, 1])
-            for name, heads, at in (("q", h, 0), ("k", k, h), ("v", k, h + k))
-        }
+        heads_of = {"q": h, "k": k, "v": k}
+        packed = [t * row, d, row, 1]
         plain = [t * h * d, d, h * d, 1]
         inputs = {
-            name: graph.tensor(name=name, dim=[b, heads, t, d], stride=stride)
-            for name, (heads, _, stride) in packed.items()
+            name: graph.tensor(name=name, dim=[b, heads, t, d], stride=packed)
+            for name, heads in heads_of.items()
         }
         statistics = {
             "dim": [b, h, t, 1],
             "stride": [h * t, t, 1, 1],
             "data_type": self.cudnn.data_type.FLOAT,
         }
-        variants: dict[Any, int] = {}
-        if forward:
-            y, lse, qkv = pointers
+        tensors: dict[str, Any] = dict(inputs)
+        if kernel == "sdpa_forward":
             out, stats = graph.sdpa(
                 **inputs,
                 attn_scale=scale,
                 use_causal_mask=True,
-                is_inference=lse == 0,
+                is_inference=not statistics_wanted,
                 name="sdpa",
             )
             out.set_output(True).set_dim([b, h, t, d]).set_stride(plain)
-            variants[out] = y
-            if lse:
+            tensors["y"] = out
+            if statistics_wanted:
                 stats.set_output(True).set_dim(statistics["dim"])
                 stats.set_stride(statistics["stride"]).set_data_type(statistics["data_type"])
-                variants[stats] = lse
+                tensors["lse"] = stats
         else:
-            dqkv, dy, qkv, y, lse = pointers
             o = graph.tensor(name="o", dim=[b, h, t, d], stride=plain)
             do = graph.tensor(name="do", dim=[b, h, t, d], stride=plain)
             stats = graph.tensor(name="stats", **statistics)
@@ -90,20 +109,16 @@ class Cudnn:
                 use_deterministic_algorithm=self.backend.deterministic,
                 name="sdpa_backward",
             )
-            for gradient, (heads, at, stride) in zip(gradients, packed.values(), strict=True):
-                gradient.set_output(True).set_dim([b, heads, t, d]).set_stride(stride)
-                variants[gradient] = dqkv + at * 2
-            variants |= {o: y, do: dy, stats: lse}
-        for name, (_, at, _) in packed.items():
-            variants[inputs[name]] = qkv + at * 2
+            for gradient, (name, heads) in zip(gradients, heads_of.items(), strict=True):
+                gradient.set_output(True).set_dim([b, heads, t, d]).set_stride(packed)
+                tensors[f"d{name}"] = gradient
+            tensors |= {"y": o, "dy": do, "lse": stats}
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([self.cudnn.heur_mode.A])
         graph.check_support()
         graph.build_plans()
-        workspace = self.libraries.for_attention(max(1, int(graph.get_workspace_size())))
-        handle = self.handle
-        return lambda _: graph.execute(variants, workspace, handle=handle)
+        return graph, tensors
 
     def close(self) -> None:
         """Give the handle back."""

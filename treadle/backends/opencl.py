@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from treadle.backends import gpu, kernel_cache
 from treadle.backends.base import Backend, Executable
-from treadle.errors import BackendError
+from treadle.errors import BackendError, OutOfMemoryError
 from treadle.graph.op import Gpu, Grid, Node
 from treadle.graph.plan import GPU_ALIGN, plan
 from treadle.graph.program import Memory, Program, memory
@@ -257,10 +257,11 @@ class OpenClExecutable(Executable):
     def _refuse_too_large(self) -> None:
         total, there = self.memory().total, self.backend.device.global_mem_size
         if total > there:
-            raise BackendError(
+            raise OutOfMemoryError(
                 f"out of device memory: the program needs {total / 2**30:.2f} GiB, and "
                 f"{self.backend.device.name.strip()} has {there / 2**30:.2f}; lower "
-                f"train.batch_size, raise train.grad_accum, {INSTEAD}"
+                f"train.batch_size, raise train.grad_accum, {INSTEAD}",
+                there,
             )
 
     def _failed(self, error: Exception) -> BackendError:

@@ -13,10 +13,10 @@ import numpy as np
 from treadle.backends.base import Backend, Executable
 from treadle.backends.cpu import physical_memory
 from treadle.data.sampler import IGNORE
-from treadle.errors import BackendError
+from treadle.errors import BackendError, OutOfMemoryError
 from treadle.generate import add_generation, write_weight
 from treadle.graph.op import Cost
-from treadle.graph.plan import Plan, plan
+from treadle.graph.plan import Plan, plan, unit_of
 from treadle.graph.program import Memory, Program, memory
 from treadle.models.base import Model, declare
 from treadle.train.program import LOSS_LIMIT, OptimizerSettings, add_training
@@ -68,11 +68,28 @@ class Session:
         _refuse_too_large(model, self.micro_batch * block_size)
         self.precision = precision
         self.program = self._build(recompute)
-        self.executable = backend.load(self.program)
+        try:
+            self.executable = backend.load(self.program)
+        except OutOfMemoryError as error:
+            fits = self._largest(error.room, recompute) * grad_accum
+            hint = f"a train.batch_size of {fits} fits" if fits else "not even one window fits"
+            raise OutOfMemoryError(f"{error}; {hint}", error.room) from error
 
-    def _build(self, recompute: str) -> Program:
-        sizes = self.micro_batch, self.block_size, self.grad_accum > 1
+    def _build(self, recompute: str, micro_batch: int | None = None) -> Program:
+        sizes = micro_batch or self.micro_batch, self.block_size, self.grad_accum > 1
         return build_program(self.model, self.optimizer, *sizes, self.precision, recompute)
+
+    def _largest(self, room: float, recompute: str) -> int:
+        """The most windows of a micro-step whose program takes at most `room` bytes."""
+        fits, over = 0, self.micro_batch
+        while over - fits > 1:
+            middle = (fits + over) // 2
+            program = self._build(recompute, middle)
+            if self._memory(program, self._plans(program)).total <= room:
+                fits = middle
+            else:
+                over = middle
+        return fits
 
     # ---------------------------------------------------------------- state
 
@@ -124,7 +141,23 @@ class Session:
         skip_spikes: bool = True,
         updates: int | None = None,
     ) -> StepResult:
-        """One optimizer step, counted from 0. inputs, targets: int32 [batch_size, block_size].
+        """One optimizer step; arguments as those of `begin`."""
+        self.begin(step, inputs, targets, lr, apply, loss_limit, skip_spikes, updates)
+        return self.finish()
+
+    def begin(
+        self,
+        step: int,
+        inputs: np.ndarray,
+        targets: np.ndarray,
+        lr: float,
+        apply: bool = True,
+        loss_limit: float = float("inf"),
+        skip_spikes: bool = True,
+        updates: int | None = None,
+    ) -> None:
+        """Start an optimizer step, counted from 0; `finish` waits for it. inputs, targets: int32
+        [batch_size, block_size].
 
         loss_limit: the mean loss, nats, above which the step is a spike; with skip_spikes its
         update is left out, which the device decides by itself. updates: of the weights before
@@ -148,16 +181,26 @@ class Session:
             run.write("random", np.array([self.seed & 0xFFFFFFFF, step, start, 0], np.uint32))
             micro = "micro_first" if i == 0 else "micro"
             run.run(*((micro, "update") if i == self.grad_accum - 1 else (micro,)))
+        self._begun = count, float(limit)
+
+    def finish(self) -> StepResult:
+        """The result of the step that `begin` started."""
+        run, (count, limit) = self.executable, self._begun
         loss = float(run.read("loss"))
-        return StepResult(
-            loss / count, float(run.read("norm")), bool(run.read("ok")), loss > float(limit)
-        )
+        return StepResult(loss / count, float(run.read("norm")), bool(run.read("ok")), loss > limit)
 
     def planned(self, recompute: str) -> tuple[Memory, Cost]:
         """Peak memory and the cost of a step, were it to recompute that; nothing is loaded."""
         program = self._build(recompute)
-        plans = {name: plan(graph, self.backend.target) for name, graph in program.graphs.items()}
-        return memory(program, plans, self.executable.threads), self._cost(plans)
+        plans = self._plans(program)
+        return self._memory(program, plans), self._cost(plans)
+
+    def _plans(self, program: Program) -> dict[str, Plan]:
+        return {name: plan(graph, self.backend.target) for name, graph in program.graphs.items()}
+
+    def _memory(self, program: Program, plans: dict[str, Plan]) -> Memory:
+        threads = getattr(self.backend, "threads", 0)
+        return memory(program, plans, threads, unit_of(self.backend.target))
 
     def cost(self) -> Cost:
         """FLOPs and bytes of one optimizer step."""

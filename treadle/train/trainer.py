@@ -30,6 +30,8 @@ from treadle.train.signals import StopRequest
 from treadle.train.spikes import Spikes
 from treadle.train.tensorboard import EventFiles
 
+Batch = tuple[np.ndarray, np.ndarray, int]
+
 SAMPLE_TOKENS = 120
 REPORTED = ("loss", "lr", "tokens_per_s", "val_loss", "grad_norm", "skipped")
 MAX_SKIPPED_IN_A_ROW = 20  # a loss that is NaN for so long does not become finite by itself
@@ -75,6 +77,8 @@ class Trainer:
         self.has_validation = len(dataset.val) >= 2
         self.step = 0
         self.line: dict[str, Any] | None = None  # the last step's metrics, not yet written
+        self.due: dict[str, Any] | None = None  # those that are written beside the next step
+        self.drawn: tuple[int, Batch] | None = None  # a step, and its batch
         self.val_loss: float | None = None  # of this step, where it was evaluated
         self.rank_loss: float | None = None  # the same over eval_batches, to compare checkpoints
         self.outcome = Outcome(0, False)
@@ -97,6 +101,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Begin to write the checkpoint of this step; see Saver for when its errors are raised."""
+        self._write_due()
         state = {
             "step": self.step,
             "train_loss": self.outcome.train_loss,
@@ -129,6 +134,7 @@ class Trainer:
                 self._one_step()
                 self._finish_step()
                 self.saver.poll()
+            self._write_due()
             if self.saved != self.step and (self.step > began or not self.registry.entries):
                 self.save()
         self.outcome.step = self.step
@@ -140,14 +146,18 @@ class Trainer:
 
     def _one_step(self) -> None:
         started = time.perf_counter()
-        inputs, targets, epoch = self.sampler.batch(self.step)
+        inputs, targets, epoch = self._batch(self.step)
         rate, spikes = self._rate(), self.spikes
-        result = self.session.step(
+        self.session.begin(
             self.step, inputs, targets, rate,
             loss_limit=spikes.limit(),
             skip_spikes=self.config.train.on_spike != "go_on",
             updates=self.step - spikes.skipped,
         )  # fmt: skip
+        # While the device is at it: the line of the step before, and the next batch.
+        self._write_due()
+        self.drawn = self.step + 1, self.sampler.batch(self.step + 1)
+        result = self.session.finish()
         seconds = time.perf_counter() - started
         spike = spikes.zscore(result.loss) if result.spiked and result.finite else None
         if spike is not None or not result.applied:
@@ -170,6 +180,13 @@ class Trainer:
             "spike": spike,
             "skipped": None if result.applied else spikes.skipped,
         }
+
+    def _batch(self, step: int) -> Batch:
+        """Inputs, targets and the epoch of a step, drawn beside the step before where there was
+        one."""
+        if self.drawn is not None and self.drawn[0] == step:
+            return self.drawn[1]
+        return self.sampler.batch(step)
 
     def _rate(self) -> float:
         schedule, lr = self.config.schedule, self.config.optimizer.lr
@@ -216,8 +233,9 @@ class Trainer:
             if not self._evaluate(batches):
                 return  # the line stays with the checkpoint and is evaluated on resume
             self.rank_loss = self.val_loss
-        self._write_line()
+        self._finish_line()
         if self.config.train.sample_every and self.step % self.config.train.sample_every == 0:
+            self._write_due()
             self._sample()
         if self.config.checkpoint.every and self.step % self.config.checkpoint.every == 0:
             self.save()
@@ -236,18 +254,23 @@ class Trainer:
             return
         if batches is None:
             self.rank_loss = self.val_loss
-        self._write_line()
+        self._finish_line()
         self.save()
         if self.config.train.sample_every:
             self._sample()
 
-    def _write_line(self) -> None:
+    def _finish_line(self) -> None:
+        """The step's line is complete, and is written when there is nothing else to wait for."""
         assert self.line is not None
-        line, self.line = self.line, None
-        line["val_loss"] = self.val_loss
+        self.due, self.line = self.line | {"val_loss": self.val_loss}, None
+
+    def _write_due(self) -> None:
+        line, self.due = self.due, None
+        if line is None:
+            return
         self.metrics.write(**line)
         shown: dict[str, Any] = {name: line.get(name) for name in REPORTED}
-        self.report.step(self.step, **shown)
+        self.report.step(line["step"], **shown)
         if self.events is not None:
             self.events.scalars(line)
 
