@@ -309,7 +309,7 @@ def _lower(
 GPU_ROWS = 256
 GPU_CHUNK_LOGITS, GPU_CHUNK_ROWS = 1 << 25, 1024
 # There a chunk's logits, and dlogits in bfloat16, take at most this part of the device's memory.
-VENDOR_CHUNK_LOGITS, VENDOR_PART = 1 << 31, 12
+VENDOR_CHUNK_LOGITS, VENDOR_PART = 1 << 31, 20
 # Rows of logits are a multiple of so many where a library's product writes them. An odd vocabulary
 # costs it six times as long, so where only weights follow the weight in memory, what lies there is
 # multiplied along: the loss ignores those columns, and their dlogits are 0. The gradient of the
