@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from treadle import backends
+from treadle.backends.base import Backend
+from treadle.data.sampler import Sampler
 from treadle.generate import write_weight
 from treadle.graph.op import cast
 from treadle.graph.program import Program
 from treadle.models.base import Model, declare, read_weights
+from treadle.models.gpt2 import GPT2
 from treadle.passes.fuse import fuse
 from treadle.train.program import OptimizerSettings
 from treadle.train.session import Session
@@ -88,6 +92,25 @@ def numbers(
             grads = model.to_hf(read)
     session.executable.close()
     return Numbers(found, losses[0], grads, losses)
+
+
+def losses_on_a_text(
+    backend: Backend, text: Path, batch_size: int, steps: int, **sizes: int
+) -> np.ndarray:
+    """The losses of so many steps of a GPT-2 of these sizes on the characters of a text."""
+    read = text.read_text(encoding="utf-8")[:200_000]
+    letters = sorted(set(read))
+    tokens = np.array([letters.index(c) for c in read], np.int32)
+    model = GPT2(len(letters), **sizes)
+    session = Session(model, backend, OptimizerSettings(), batch_size, model.block_size, seed=3)
+    session.initialise()
+    windows = Sampler(tokens, model.block_size, batch_size, seed=1)
+    found = []
+    for step in range(steps):
+        inputs, targets, _ = windows.batch(step)
+        found.append(session.step(step, inputs, targets, lr=1e-3).loss)
+    session.executable.close()
+    return np.array(found)
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:

@@ -11,18 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ours import losses_on_a_text
 from runs import SMALL, assert_same_run, succeed, write_text
 from treadle import checks
 from treadle.backends import cpu, gpu
 from treadle.backends.cuda import CudaBackend
 from treadle.backends.streams import STREAMS, schedule
 from treadle.cases import Case, all_cases
-from treadle.data.sampler import Sampler
 from treadle.errors import BackendError
 from treadle.graph.op import Grid, Launch
-from treadle.models.gpt2 import GPT2
-from treadle.train.program import OptimizerSettings
-from treadle.train.session import Session
 
 on_gpu = pytest.mark.cuda
 
@@ -52,30 +49,14 @@ def test_backend_symmetry(case: Case, dtype: str) -> None:
 # ---------------------------------------------------------------- training
 
 
-def losses(session: Session, tokens: np.ndarray, steps: int) -> np.ndarray:
-    """The losses of so many steps over the windows of a text."""
-    session.initialise()
-    windows = Sampler(tokens, session.block_size, session.micro_batch, seed=1)
-    found = []
-    for step in range(steps):
-        inputs, targets, _ = windows.batch(step)
-        found.append(session.step(step, inputs, targets, lr=1e-3).loss)
-    session.executable.close()
-    return np.array(found)
-
-
 @on_gpu
 def test_300_steps_of_tinyshakespeare_are_those_of_the_processor(shared_data: Path) -> None:
-    text = (shared_data / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    letters = sorted(set(text))
-    tokens = np.array([letters.index(c) for c in text[:200_000]], np.int32)
-    model = GPT2(len(letters), n_layer=4, n_head=4, n_embd=128, block_size=64)
-    device = cpu.CpuBackend() if cpu.available() else None
-    if device is None:
+    if not cpu.available():
         pytest.skip("the C kernels are not built")
+    sizes = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64}
     ours, theirs = (
-        losses(Session(model, b, OptimizerSettings(), 12, 64, seed=3), tokens, 300)
-        for b in (backend(), device)
+        losses_on_a_text(b, shared_data / "tinyshakespeare.txt", 12, 300, **sizes)
+        for b in (backend(), cpu.CpuBackend())
     )
     assert ours[-1] < ours[0] - 1
     assert np.max(np.abs(ours / theirs - 1)) <= 1e-3

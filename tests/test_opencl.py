@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from gpu_device import DEVICE, opencl
+from ours import losses_on_a_text
 from runs import ROOT, SMALL, assert_same_run, metrics, succeed, write_text
 from treadle import backends
 from treadle.backends import cpu, gpu
 from treadle.backends.base import Backend
-from treadle.backends.opencl import OpenClBackend
 from treadle.cases import all_cases
 from treadle.checks import inputs_of
 from treadle.generate import write_weight
@@ -77,6 +77,17 @@ def test_training_agrees_with_the_reference() -> None:
     expected, _ = train(backends.select("numpy")[0], 50)
     assert expected[-1] < 0.8 * expected[0]
     np.testing.assert_allclose(ours, expected, rtol=1e-3)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the C kernels are not built")
+def test_300_steps_of_tinyshakespeare_are_those_of_the_processor(shared_data: Path) -> None:
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32}
+    ours, theirs = (
+        losses_on_a_text(b, shared_data / "tinyshakespeare.txt", 8, 300, **sizes)
+        for b in (opencl(), cpu.CpuBackend())
+    )
+    assert ours[-1] < ours[0] - 1
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3)
 
 
 def test_bf16_training_agrees_with_fp32() -> None:
@@ -144,11 +155,9 @@ def test_the_same_bits_for_any_number_of_threads(precision: str) -> None:
         assert bits(precision, **limits, POCL_AFFINITY="0") == first
 
 
-def test_small_work_groups_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_work_groups_train() -> None:
     expected, _ = train(opencl(), 10)
-    monkeypatch.setenv("TREADLE_OPENCL_GROUP", "64")
-    monkeypatch.setenv("TREADLE_OPENCL_LOCAL", "32768")
-    small = OpenClBackend(DEVICE)
+    small = opencl(least=True)
     assert isinstance(small.target, Gpu)
     assert (small.target.group, small.target.local) == (64, 32768)
     np.testing.assert_allclose(train(small, 10)[0], expected, rtol=1e-4)

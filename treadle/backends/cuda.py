@@ -27,6 +27,7 @@ from treadle.backends.cuda_driver import (
     driver,
     version,
 )
+from treadle.backends.first_use import shown
 from treadle.backends.streams import STREAMS, Slot, schedule
 from treadle.errors import BackendError, OutOfMemoryError
 from treadle.graph.op import Gpu, Grid, Node
@@ -162,7 +163,8 @@ class CudaExecutable(Executable):
         self._nodes = {n: [c.nodes for c in found] for n, found in calls.items()}
         self._clear()  # what is measured and tried below computes on zeros
         self._tuning = gpu.Tuning("cuda", backend.identity(), self._measure)
-        self._calls = {n: [self._bind(c) for c in found] for n, found in calls.items()}
+        with shown(backend.device.name, sum(map(len, calls.values()))) as each:
+            self._calls = {n: [self._bind(c) for c in each(x)] for n, x in calls.items()}
         self._tuning.save()
         self._schedules = {n: schedule(found) for n, found in calls.items()}
         self._libraries.settle(self._needs())

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 
 from treadle.backends import gpu, kernel_cache
 from treadle.backends.base import Backend, Executable
+from treadle.backends.first_use import shown
 from treadle.errors import BackendError, OutOfMemoryError
 from treadle.graph.op import Gpu, Grid, Node
 from treadle.graph.plan import GPU_ALIGN, plan
@@ -229,7 +230,7 @@ class OpenClBackend(Backend):
             except cl.Error:
                 pass  # a driver that refuses its own binary gets the source
         try:
-            built = cl.Program(self.context, text).build(cache_dir=False)
+            built = cl.Program(self.context, text).build(options=["-w"], cache_dir=False)
             if not keeps:
                 kernel_cache.store(name, built.get_info(cl.program_info.BINARIES)[0])
         except cl.Error as error:
@@ -265,7 +266,8 @@ class OpenClExecutable(Executable):
             self._offsets = {n: (i, o) for i, r in enumerate(layout) for n, o in r.offsets.items()}
             calls = {n: gpu.calls(p, self._locate) for n, p in self.plans.items()}
             self._tuned = gpu.Tuning("opencl", backend.identity(), self._measure)
-            self._calls = {n: [self._bind(c) for c in found] for n, found in calls.items()}
+            with shown(backend.device.name.strip(), sum(map(len, calls.values()))) as each:
+                self._calls = {n: [self._bind(c) for c in each(x)] for n, x in calls.items()}
             self._tuned.save()
             for piece in self._pieces:
                 cl.enqueue_fill_buffer(self.queue, piece, np.zeros(1, np.uint32), 0, piece.size)
