@@ -209,7 +209,7 @@ def test_an_update_is_a_few_launches(precision: str) -> None:
 # Definitions that are sizes alone: kernels that differ in nothing else compile alike.
 SIZES = {"LANES", "D", "CHUNKS", "CHUNK", "OWN", "STEP", "BM", "BN", "BK", "TM", "TN", "FEW"}
 # And what only chooses between lines that compile anyway; nvcc takes seconds for each file.
-SIZES |= {"ACT", "VA", "VB", "VC", "DROP", "CAP"}
+SIZES |= {"ACT", "VA", "VB", "VC", "EXTRAS"}
 
 
 def grids() -> list[Grid]:
