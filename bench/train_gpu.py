@@ -265,8 +265,8 @@ class LlmC:
         p = self.preset
         command = [
             *(str(self.program), "-b", str(p.batch), "-t", str(p.time)),
-            *("-d", str(p.batch * p.time), "-x", str(count + 2), "-v", "0", "-s", "0"),
-            *("-l", str(learning_rate(self.preset)), "-o", "", "-e", "d12"),
+            *("-d", str(p.batch * p.time), "-x", str(count + 2), "-v", "1000000", "-s", "0"),
+            *("-l", str(learning_rate(p)), "-e", "d12"),
         ]
         found = subprocess.run(command, cwd=self.program.parent, capture_output=True, text=True)
         steps = [

@@ -162,6 +162,24 @@ def test_no_pyopencl(monkeypatch: Patch) -> None:
     assert "pip install 'treadle[opencl]'" in refused and "--device cpu" in refused
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("GROUP", "abc", ["'abc'", "whole number"]),
+        ("GROUP", "0", ["'0'", "whole number"]),
+        ("VECTOR", "-1", ["'-1'", "whole number"]),
+        ("GROUP", "63", ["32 work-items", "64", "--device cpu"]),
+        ("LOCAL", "16384", ["16,384 bytes", "32,768", "--device cpu"]),
+    ],
+)
+def test_settings_that_no_kernel_works_with(
+    variable: str, value: str, told: list[str], monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv(f"TREADLE_OPENCL_{variable}", value)
+    refused = fail("check", "--device", pocl())
+    assert "TREADLE_OPENCL_" in refused and all(word in refused for word in told)
+
+
 def test_no_driver(monkeypatch: Patch) -> None:
     pretend(monkeypatch)
     refused = fail("check", "--device", "opencl")

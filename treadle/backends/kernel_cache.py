@@ -29,6 +29,17 @@ def folder() -> Path:
     return Path(base) / "treadle" if base else Path.home() / ".cache" / "treadle"
 
 
+def subfolder(name: str) -> Path | None:
+    """A folder in the cache for a driver that keeps its kernels itself; None where there can be
+    none."""
+    chosen = folder() / name
+    try:
+        chosen.mkdir(parents=True, exist_ok=True)
+        return chosen if os.access(chosen, os.W_OK | os.X_OK) else None
+    except OSError:
+        return None
+
+
 def digest(*parts: str) -> str:
     """A file's name: of everything that its content follows from."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]

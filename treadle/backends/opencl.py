@@ -29,8 +29,12 @@ from treadle.graph.value import STORAGE, from_bfloat16, to_bfloat16
 
 INSTEAD = "or use --device cpu"
 LEAST = (1, 2)  # version of OpenCL
+LEAST_GROUP, LEAST_LOCAL = 64, 32768  # work-items of a work-group, and bytes of its local memory
 # Host arrays up to so many bytes are sent without waiting for the device.
 SMALL_BYTES = 1 << 20
+# PoCL compiles each kernel when it first runs and keeps it on disk itself. To hand out a binary it
+# would compile every kernel of the source, for twice the time of all else.
+POCL = "Portable Computing Language"
 
 
 # ---------------------------------------------------------------- devices
@@ -40,6 +44,9 @@ SMALL_BYTES = 1 << 20
 def module() -> Any:
     """pyopencl; BackendError where it is not installed or finds no driver loader."""
     os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # kernel_cache.py does that
+    own = kernel_cache.subfolder("pocl")
+    if own is not None:
+        os.environ.setdefault("POCL_CACHE_DIR", str(own))
     try:
         import pyopencl
     except (ImportError, OSError) as error:
@@ -124,8 +131,17 @@ def choose(name: str) -> Any:
 
 def _limit(variable: str, most: int) -> int:
     """What the device allows, or less where the environment says so (for tests)."""
-    text = os.environ.get(variable, "")
-    return min(most, int(text)) if text.isdigit() and int(text) > 0 else most
+    text = os.environ.get(variable)
+    if not text:
+        return most
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise BackendError(f"{variable} is {text!r}, and has to be a whole number above 0")
+    return min(most, int(text))
+
+
+def _power_of_two(n: int) -> int:
+    """The largest that is at most n."""
+    return 1 << (n.bit_length() - 1)
 
 
 # ---------------------------------------------------------------- the backend
@@ -162,12 +178,20 @@ class OpenClBackend(Backend):
         processor = bool(self.device.type & cl.device_type.CPU)
         piece = self.device.max_mem_alloc_size // GPU_ALIGN * GPU_ALIGN
         floats = self.device.preferred_vector_width_float
+        group = _limit("TREADLE_OPENCL_GROUP", min(256, self.device.max_work_group_size))
         self.target = Gpu(
-            group=_limit("TREADLE_OPENCL_GROUP", min(256, self.device.max_work_group_size)),
+            group=_power_of_two(group),
             local=_limit("TREADLE_OPENCL_LOCAL", min(49152, self.device.local_mem_size)),
-            vector=_limit("TREADLE_OPENCL_VECTOR", floats if processor else 1),
+            vector=_power_of_two(_limit("TREADLE_OPENCL_VECTOR", floats if processor else 1)),
             allocation=piece,
         )
+        if self.target.group < LEAST_GROUP or self.target.local < LEAST_LOCAL:
+            raise BackendError(
+                f"{self.device.name.strip()} has work-groups of {self.target.group} work-items and "
+                f"{self.target.local:,} bytes of local memory, and {LEAST_GROUP} and "
+                f"{LEAST_LOCAL:,} are needed; where TREADLE_OPENCL_GROUP or _LOCAL is set, raise "
+                f"it, {INSTEAD}"
+            )
         self.programs: dict[tuple[Any, ...], Any] = {}
 
     def load(self, program: Program, graphs: Iterable[str] | None = None) -> OpenClExecutable:
@@ -197,8 +221,9 @@ class OpenClBackend(Backend):
 
     def _program(self, text: str, grid: Grid) -> Any:
         cl = module()
+        keeps = self.device.platform.name.strip() == POCL
         name = kernel_cache.digest(*self.identity().values(), text) + ".cl.bin"
-        binary = kernel_cache.load(name)
+        binary = None if keeps else kernel_cache.load(name)
         if binary is not None:
             try:
                 return cl.Program(self.context, [self.device], [binary]).build()
@@ -206,7 +231,8 @@ class OpenClBackend(Backend):
                 pass  # a driver that refuses its own binary gets the source
         try:
             built = cl.Program(self.context, text).build(options=["-w"], cache_dir=False)
-            kernel_cache.store(name, built.get_info(cl.program_info.BINARIES)[0])
+            if not keeps:
+                kernel_cache.store(name, built.get_info(cl.program_info.BINARIES)[0])
         except cl.Error as error:
             raise BackendError(
                 f"the OpenCL driver of {self.device.name.strip()} cannot compile "

@@ -3,10 +3,13 @@
    A work-group owns a block of OWN rows of a head, queries or keys, and walks over those of the other
    kind in steps of STEP.
 
-   Defined: FORWARD, DELTA, QUERIES or KEYS, the kernel; what kernels/attention.clh wants; DROP and CAP,
-   whether there are dropout and a softcap. Sums run over the parts of a head, and over blocks of
-   STEP. */
+   Defined: FORWARD, DELTA, QUERIES or KEYS, the kernel; what kernels/attention.clh wants; EXTRAS,
+   whether there is dropout (then `random` is there) or a softcap (then `cap` is above 0). Sums run over
+   the parts of a head, and over blocks of STEP. */
 #include "attention.clh"
+
+#define DROPS (EXTRAS && random)
+#define CAPS (EXTRAS && cap > 0.0f)
 
 /* ---------------------------------------------------------------- dropout */
 
@@ -73,7 +76,7 @@ KERNEL attention_forward(GLOBAL T *y, GLOBAL float *lse, GLOBAL const T *qkv, GL
         UNROLL for (int c = 0; c < CHUNKS; c++) {
             if (CHUNKS > 1) load_tile(q, OWN, queries, row, first, end, c, scale);
             load_tile(x, STEP, keys, row, key, end, c, 1.0f);
-            if (DROP && c == 0)
+            if (DROPS && c == 0)
                 fill_keep(p, OWN, STEP, P_STRIDE, 1, random, head_of(random, batch, heads, head), time,
                           first, key, (u32)stream, (u32)threshold, keep);
             BARRIER();
@@ -83,7 +86,7 @@ KERNEL attention_forward(GLOBAL T *y, GLOBAL float *lse, GLOBAL const T *qkv, GL
         UNROLL for (int i = 0; i < ROWS; i++) {
             float most = LOWEST;
             UNROLL for (int j = 0; j < COLUMNS; j++) {
-                if (CAP) s[i][j] = cap * tanh(s[i][j] / cap);
+                if (CAPS) s[i][j] = cap * tanh(s[i][j] / cap);
                 if (!sees(first + down + i * DOWN, key + across + j * ACROSS, (int)window))
                     s[i][j] = -INF;
                 most = fmax(most, s[i][j]);
@@ -102,7 +105,7 @@ KERNEL attention_forward(GLOBAL T *y, GLOBAL float *lse, GLOBAL const T *qkv, GL
             UNROLL for (int j = 0; j < COLUMNS; j++) {
                 float e = exp(s[i][j] - most);
                 part += e;
-                s[i][j] = DROP ? e * p[(down + i * DOWN) * P_STRIDE + across + j * ACROSS] : e;
+                s[i][j] = DROPS ? e * p[(down + i * DOWN) * P_STRIDE + across + j * ACROSS] : e;
             }
             sum[i] = fma(sum[i], factor[i], part);
         }
@@ -134,23 +137,23 @@ KERNEL attention_forward(GLOBAL T *y, GLOBAL float *lse, GLOBAL const T *qkv, GL
 
 /* A tile of probabilities P in place of the scores s, multiplied by drop; and dS in place of
    da = dy V^T. rows_are_keys: which way the tile lies, from (query, key) on. keep: the factors of
-   drop, where there are some. statistics: lse and rowsum(dy * y), of the work-item's rows, or its
+   drop, where `random` is there. statistics: lse and rowsum(dy * y), of the work-item's rows, or its
    columns. */
 DEVICE void score_gradients(float (*s)[COLUMNS], float (*da)[COLUMNS], int rows_are_keys, int query,
-                            int key, int window, LOCAL_ARG const float *keep, const float *lse,
-                            const float *delta, float cap) {
+                            int key, int window, GLOBAL const u32 *random,
+                            LOCAL_ARG const float *keep, const float *lse, const float *delta, float cap) {
     const int across = ITEM % ACROSS, down = ITEM / ACROSS;
     UNROLL for (int i = 0; i < ROWS; i++) {
         UNROLL for (int j = 0; j < COLUMNS; j++) {
             int r = down + i * DOWN, c = across + j * ACROSS, at = rows_are_keys ? j : i;
             float x = s[i][j], slope = 1.0f;
-            if (CAP) {
+            if (CAPS) {
                 float t = tanh(x / cap);
                 x = cap * t;
                 slope = fma(-t, t, 1.0f);
             }
             int seen = rows_are_keys ? sees(query + c, key + r, window) : sees(query + r, key + c, window);
-            float p = seen ? exp(x - lse[at]) : 0.0f, drop = DROP ? keep[r * P_STRIDE + c] : 1.0f;
+            float p = seen ? exp(x - lse[at]) : 0.0f, drop = DROPS ? keep[r * P_STRIDE + c] : 1.0f;
             float ds = p * fma(da[i][j], drop, -delta[at]) * slope;
             da[i][j] = seen ? ds : 0.0f;
             s[i][j] = p * drop;
@@ -224,7 +227,7 @@ KERNEL attention_backward_queries(GLOBAL T *dqkv, GLOBAL const T *dy, GLOBAL con
             }
             load_tile(k, STEP, keys, row, key, end, c, 1.0f);
             load_tile(v, STEP, values, row, key, end, c, 1.0f);
-            if (DROP && c == 0)
+            if (DROPS && c == 0)
                 fill_keep(p, OWN, STEP, P_STRIDE, 1, random, head_of(random, batch, heads, head), time,
                           first, key, (u32)stream, (u32)threshold, keep);
             BARRIER();
@@ -232,7 +235,7 @@ KERNEL attention_backward_queries(GLOBAL T *dqkv, GLOBAL const T *dy, GLOBAL con
             dots(da, g, v);
             if (CHUNKS > 1) BARRIER();
         }
-        score_gradients(s, da, 0, first, key, (int)window, p, row_lse, row_delta, cap);
+        score_gradients(s, da, 0, first, key, (int)window, random, p, row_lse, row_delta, cap);
         store_scores(p, da);
         UNROLL for (int c = 0; c < CHUNKS; c++) {
             if (CHUNKS > 1) {
@@ -301,7 +304,7 @@ KERNEL attention_backward_keys(GLOBAL T *dqkv, GLOBAL const T *dy, GLOBAL const 
                     lse_[i] = query + i < last ? lse[at] : INF;
                     delta_[i] = query + i < last ? delta[at] : 0.0f;
                 }
-                if (DROP)
+                if (DROPS)
                     fill_keep(p, STEP, OWN, 1, P_STRIDE, random, head_of(random, batch, heads, head),
                               time, query, first, (u32)stream, (u32)threshold, keep);
             }
@@ -314,7 +317,7 @@ KERNEL attention_backward_keys(GLOBAL T *dqkv, GLOBAL const T *dy, GLOBAL const 
             column_lse[j] = lse_[ITEM % ACROSS + j * ACROSS];
             column_delta[j] = delta_[ITEM % ACROSS + j * ACROSS];
         }
-        score_gradients(s, da, 1, query, first, (int)window, p, column_lse, column_delta, cap);
+        score_gradients(s, da, 1, query, first, (int)window, random, p, column_lse, column_delta, cap);
         store_scores(p, s);
         store_scores(ds, da);
         UNROLL for (int c = 0; c < CHUNKS; c++) {

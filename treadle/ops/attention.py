@@ -211,7 +211,7 @@ class _Heads(Op):
                 continue
             numbers = {"D": size, "CHUNKS": chunks, "CHUNK": chunk, "OWN": own, "STEP": STEP}
             numbers |= {"ACROSS": ACROSS, "VECTOR": target.vector}
-            numbers |= {"DROP": int(self.dropout > 0), "CAP": int(self.softcap is not None)}
+            numbers["EXTRAS"] = int(self.dropout > 0 or self.softcap is not None)
             kind: tuple[tuple[str, str | int], ...] = ((kernel, 1), ("T", SUFFIX[qkv.dtype]))
             defines = (*kind, *numbers.items())
             grids.append(Grid("attention", (blocks(t, own), heads, b), items, defines))
@@ -406,7 +406,7 @@ class AttentionGrad(_Heads):
         rows = replace(
             first,
             groups=(blocks(b * t * h, first.items // ACROSS),),
-            defines=(("DELTA", 1), *first.defines[1:]),
+            defines=(("DELTA", 1), *first.defines[1:-1], ("EXTRAS", 0)),
         )
         return [
             Launch("attention_delta", [delta, dy, y], 1, [b * t * h, t, h], grids=[rows]),

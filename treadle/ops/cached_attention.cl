@@ -3,11 +3,11 @@
    The queries of a row of the batch that share a head of keys are numbered by position, then by head;
    a work-group owns OWN of them. Keys are cut into blocks at fixed positions. For each block a query
    gets its largest score, its sum of exponentials and its weighted sum of values, and these are merged
-   in order: here, or by another kernel where the blocks of a query are dealt out among groups (SPLIT).
+   in order: here, or by another kernel where the blocks of a query are dealt out among groups (`partial` is there).
    Masked keys and skipped blocks add exact zeros, so that a query has the same bits whichever queries
    are computed beside it.
 
-   Defined: what kernels/attention.clh wants; FLAT for the kernels without tiles; SPLIT; CAP, whether there is a softcap. */
+   Defined: what kernels/attention.clh wants; FLAT for the kernels without tiles. */
 #include "attention.clh"
 
 #define RECORD 4                  /* floats before the values of a block's result */
@@ -37,7 +37,7 @@ KERNEL cache_write(GLOBAL T *keys, GLOBAL T *values, GLOBAL const T *qkv, GLOBAL
 #else
 /* y [B,T,H*D], or partial [B,K,query,block] records of a maximum, a sum and D values; qkv, keys, values,
    start as above; T, H, K, S, keys of a block, window; scale, cap. Groups: parts of the queries, each
-   times all blocks where SPLIT, heads of keys, batch. */
+   times all blocks where these are dealt out, heads of keys, batch. */
 KERNEL cached_attention(GLOBAL T *y, GLOBAL float *partial, GLOBAL const T *qkv, GLOBAL const T *keys,
                         GLOBAL const T *values, GLOBAL const i32 *start, i64 time, i64 heads,
                         i64 kv_heads, i64 cache, i64 block, i64 window, float scale, float cap) {
@@ -47,12 +47,12 @@ KERNEL cached_attention(GLOBAL T *y, GLOBAL float *partial, GLOBAL const T *qkv,
     const int across = ITEM % ACROSS, down = ITEM / ACROSS;
     const i64 head = GROUP_Y, batch = GROUP_Z, row = (heads + 2 * kv_heads) * D, group = heads / kv_heads;
     const i64 rows = time * group, blocks = (cache + block - 1) / block;
-    const i64 first = GROUP_X / (SPLIT ? blocks : 1) * OWN;
+    const i64 first = GROUP_X / (partial ? blocks : 1) * OWN;
     const i64 last = first + OWN < rows ? first + OWN - 1 : rows - 1;
     const int low = first_seen(position_of(start[batch], first, group, cache), window);
     const int high = position_of(start[batch], last, group, cache) + 1;
     i64 from = low / block, to = (high - 1) / block + 1;
-    if (SPLIT) {
+    if (partial) {
         const i64 mine = GROUP_X % blocks;
         to = mine >= from && mine < to ? mine + 1 : mine;
         from = mine;
@@ -92,7 +92,7 @@ KERNEL cached_attention(GLOBAL T *y, GLOBAL float *partial, GLOBAL const T *qkv,
             UNROLL for (int i = 0; i < ROWS; i++) {
                 float most = LOWEST;
                 UNROLL for (int j = 0; j < COLUMNS; j++) {
-                    if (CAP) s[i][j] = cap * tanh(s[i][j] / cap);
+                    if (cap > 0.0f) s[i][j] = cap * tanh(s[i][j] / cap);
                     if (!sees(position[i], key + across + j * ACROSS, (int)window)) s[i][j] = -INF;
                     most = fmax(most, s[i][j]);
                 }
@@ -127,7 +127,7 @@ KERNEL cached_attention(GLOBAL T *y, GLOBAL float *partial, GLOBAL const T *qkv,
             const i64 query = first + down + i * DOWN;
             float block_sum = 0.0f;
             UNROLL for (int a = 0; a < ACROSS; a++) block_sum += top[(down + i * DOWN) * ACROSS + a];
-            if (SPLIT) {
+            if (partial) {
                 i64 record = ((batch * kv_heads + head) * rows + query) * blocks + b;
                 GLOBAL float *out = partial + record * (RECORD + PADDED);
                 if (query < rows && across == 0) out[0] = maximum[i], out[1] = block_sum;
@@ -150,7 +150,7 @@ KERNEL cached_attention(GLOBAL T *y, GLOBAL float *partial, GLOBAL const T *qkv,
         }
         BARRIER();
     }
-    if (SPLIT) return;
+    if (partial) return;
     UNROLL for (int i = 0; i < ROWS; i++) {
         const i64 query = first + down + i * DOWN;
         GLOBAL T *out = y + ((batch * time + query / group) * heads + head * group + query % group) * D;

@@ -228,7 +228,6 @@ class CachedAttention(Op):
         own, each = _cut(target, rows, d)
         numbers = {"D": d, "CHUNKS": chunks, "CHUNK": chunk, "OWN": own, "STEP": STEP}
         numbers |= {"ACROSS": ACROSS, "VECTOR": target.vector}
-        numbers |= {"SPLIT": int(split), "CAP": int(self.softcap is not None)}
         kind: tuple[str, str | int] = ("T", SUFFIX[qkv.dtype])
         defines = (kind, *numbers.items())
         source, items = "cached_attention", own // each * ACROSS

@@ -1,14 +1,6 @@
 /* The loss of a chunk of rows and, in place of its logits, their gradient. LANES work-items have a
    row; equations in classifier.py. */
-
-DEVICE float capped_(float x, float cap) { return cap > 0.0f ? cap * tanh(x / cap) : x; }
-
-/* The gradient of a logit, capped where there is a cap. */
-DEVICE float slope_(float x, float lse, float dloss, float cap, int is_target) {
-    float t = cap > 0.0f ? tanh(x / cap) : 0.0f;
-    float p = exp((cap > 0.0f ? cap * t : x) - lse) - (is_target ? 1.0f : 0.0f);
-    return p * dloss * fma(-t, t, 1.0f);
-}
+#include "loss.clh"
 
 /* Element k of a vector from column `i` on, or `beyond` the last column. */
 #define WITHIN(x, k, beyond) (i + (k) < columns ? (x) : (beyond))

@@ -1,10 +1,9 @@
 /* Softmax cross-entropy and squared error; equations in loss.py. LANES work-items have a row. */
+#include "loss.clh"
 
 DEVICE int is_counted_(i32 target, i64 vocabulary, i64 ignore_index) {
     return target != ignore_index && target >= 0 && target < vocabulary;
 }
-
-DEVICE float capped_(float x, float cap) { return cap > 0.0f ? cap * tanh(x / cap) : x; }
 
 /* ---------------------------------------------------------------- cross-entropy */
 
@@ -81,13 +80,6 @@ KERNEL loss_combine(GLOBAL float *sum, GLOBAL float *count, GLOBAL const float *
 }
 
 #ifdef U
-/* The gradient of an element that is, or is not, the row's target. */
-DEVICE float slope_(float x, float lse, float dloss, float cap, int is_target) {
-    float t = cap > 0.0f ? tanh(x / cap) : 0.0f;
-    float p = exp((cap > 0.0f ? cap * t : x) - lse) - (is_target ? 1.0f : 0.0f);
-    return p * dloss * fma(-t, t, 1.0f);
-}
-
 /* dlogits, which may be the logits; dloss, logits, targets, lse. */
 KERNEL cross_entropy_backward(GLOBAL U *dlogits, GLOBAL const float *dloss,
                               GLOBAL const T *logits, GLOBAL const i32 *targets,

@@ -29,9 +29,9 @@ DEVICE void angle(float *cosine, float *sine, u64 turn, i64 position) {
 }
 
 /* y, qkv [B,T,(rotated+copied)*2*HALF], which may be the same, start [B] or absent; B T, T, heads to
-   rotate, heads to copy. A work-item has W pairs of a position. Groups: of these, then of heads. */
+   rotate, heads to copy, -1 for the inverse and else 1. A work-item has W pairs of a position. Groups: of these, then of heads. */
 KERNEL rope(GLOBAL T *y, GLOBAL const T *qkv, GLOBAL const i32 *start, i64 rows, i64 time, i64 rotated,
-            i64 copied) {
+            i64 copied, i64 sign) {
     const i64 item = GROUP_X * GROUP + ITEM, row = item / (HALF / W);
     const int d = (int)(item % (HALF / W)) * W;
     const i64 first = GROUP_Y * HEADS_EACH, heads = rotated + copied;
@@ -40,7 +40,7 @@ KERNEL rope(GLOBAL T *y, GLOBAL const T *qkv, GLOBAL const i32 *start, i64 rows,
     float c[W], s[W];
     if (first < rotated) {
         const i64 position = row % time + (start ? start[row / time] : 0);
-        UNROLL for (int w = 0; w < W; w++) angle(&c[w], &s[w], turns[d + w], position);
+        UNROLL for (int w = 0; w < W; w++) angle(&c[w], &s[w], turns[d + w], sign * position);
     }
     for (int h = 0; h < HEADS_EACH && first + h < heads; h++) {
         const i64 at = (row * heads + first + h) * (2 * HALF) + d;

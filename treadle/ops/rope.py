@@ -104,9 +104,10 @@ class Rope(Op):
         (qkv, start), y = (*node.inputs, None)[:2], node.outputs[0]
         b, t, width = y.shape
         sign, half = -1 if self.inverse else 1, len(self.frequencies)
-        turns = [round(f / (2 * pi) * 2**TURN_BITS) * sign % 2**TURN_BITS for f in self.frequencies]
+        turns = [round(f / (2 * pi) * 2**TURN_BITS) % 2**TURN_BITS for f in self.frequencies]
         if isinstance(target, Gpu):
-            return [self._gpu_launch(target, y, qkv, start, turns)]
+            return [self._gpu_launch(target, y, qkv, start, turns, sign)]
+        turns = [sign * turn % 2**TURN_BITS for turn in turns]
         times = max(1, BLOCK // (b * width))  # positions of a task, of all sequences
         dims = [b, t, self.n_head + self.n_kv_head, self.n_kv_head, half, times, *turns]
         kernel = suffixed("rope", y.dtype)
@@ -114,7 +115,13 @@ class Rope(Op):
         return [Launch(kernel, [y, qkv, start], 1, dims, tasks=blocks(t, times), scratch=scratch)]
 
     def _gpu_launch(
-        self, target: Gpu, y: Value, qkv: Value | None, start: Value | None, turns: list[int]
+        self,
+        target: Gpu,
+        y: Value,
+        qkv: Value | None,
+        start: Value | None,
+        turns: list[int],
+        sign: int,
     ) -> Launch:
         b, t, _ = y.shape
         rotated, copied, half = self.n_head + self.n_kv_head, self.n_kv_head, len(turns)
@@ -123,7 +130,8 @@ class Rope(Op):
         table = "{" + ", ".join(map(str, turns)) + "}"
         defines = (("T", SUFFIX[y.dtype]), ("HALF", half), ("W", pairs), ("TURNS", table))
         grid = Grid("rope", groups, items, defines)
-        return Launch("rope", [y, qkv, start], 1, [b * t, t, rotated, copied], grids=[grid])
+        dims = [b * t, t, rotated, copied, sign]
+        return Launch("rope", [y, qkv, start], 1, dims, grids=[grid])
 
 
 def rope(
