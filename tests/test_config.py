@@ -56,6 +56,7 @@ KEYS = [
     "train.on_spike",
     "train.spike_window",
     "train.spike_zscore",
+    "train.rank_timeout",
     "train.tensorboard",
     "optimizer.name",
     "optimizer.lr",

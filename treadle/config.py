@@ -313,6 +313,9 @@ class TrainConfig(_Section):
     spike_zscore: Annotated[float, Field(gt=0)] = _key(
         6.0, "A spike is so many standard deviations above the mean of the window."
     )
+    rank_timeout: Annotated[float, Field(gt=0)] = _key(
+        300.0, "Seconds that a step waits for another rank before the job is ended."
+    )
     tensorboard: bool = _key(
         False, "Write TensorBoard event files beside the metrics; needs the extra tensorboard."
     )
@@ -719,6 +722,7 @@ RESUMABLE_KEYS = frozenset(
         "train.on_spike",
         "train.spike_window",
         "train.spike_zscore",
+        "train.rank_timeout",
         "train.tensorboard",
         "checkpoint.every",
         "checkpoint.keep",

@@ -14,7 +14,8 @@ TreadleError                  one clear line: what, where, what to do; the comma
 │   └── MismatchError         a checkpoint of another configuration, field by field
 ├── LockError                 a run directory in use by another process
 └── TrainingError             training that cannot go on
-    └── NonFiniteError        a loss or gradient that is NaN or infinite
+    ├── NonFiniteError        a loss or gradient that is NaN or infinite
+    └── RankError             a process of several that does not answer
 """
 
 from __future__ import annotations
@@ -84,3 +85,7 @@ class TrainingError(TreadleError):
 
 class NonFiniteError(TrainingError):
     """A loss or gradient that is NaN or infinite."""
+
+
+class RankError(TrainingError):
+    """A process of several that train together does not answer."""

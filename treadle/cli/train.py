@@ -46,20 +46,25 @@ def command(
     A text is enough: what is not given (tokenizer, sizes, steps) follows the corpus size. Running
     the same command again resumes an unfinished run.
     """
-    from treadle.train.run import Request, resolve, train
+    from treadle.train.ranks import launched
+    from treadle.train.run import Request, follow, resolve, train
 
     run = out or Path("runs", name)
-    if list_checkpoints:
-        print(checkpoint_table(run))
-        return
-    if tensorboard:
-        config = with_values(config, {"train.tensorboard": True})
-    if write_config is not None:
-        filled = resolve(config)[0] if config.data.path else config
-        dump_config(with_values(filled, _following(config)), write_config)
-        print(f"wrote {write_config}")
-        return
-    train(Request(config, run, resume, run_steps))
+    with launched() as ranks:
+        if ranks.rank > 0:
+            follow(ranks)
+            return
+        if list_checkpoints:
+            print(checkpoint_table(run))
+            return
+        if tensorboard:
+            config = with_values(config, {"train.tensorboard": True})
+        if write_config is not None:
+            filled = resolve(config)[0] if config.data.path else config
+            dump_config(with_values(filled, _following(config)), write_config)
+            print(f"wrote {write_config}")
+            return
+        train(Request(config, run, resume, run_steps), ranks=ranks)
 
 
 def _following(config: Config) -> dict[str, Any]:

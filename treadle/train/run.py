@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from treadle import backends, models
+from treadle.backends import auto, cpu
 from treadle.config import (
     NAMED_TOKENIZERS,
     RESUMABLE_KEYS,
@@ -21,7 +22,7 @@ from treadle.config import (
 )
 from treadle.data.corpus import Dataset, open_data, unigram_loss
 from treadle.data.tokenizer import Tokenizer
-from treadle.errors import CheckpointError, ConfigError, LockError, MismatchError
+from treadle.errors import BackendError, CheckpointError, ConfigError, LockError, MismatchError
 from treadle.interop.base import Imported
 from treadle.models.base import Model
 from treadle.train.checkpoint import Checkpoint, check_config_match, load_checkpoint
@@ -29,6 +30,7 @@ from treadle.train.environment import write_environment
 from treadle.train.lock import RunLock
 from treadle.train.metrics import read_metrics
 from treadle.train.program import OptimizerSettings
+from treadle.train.ranks import Ranks
 from treadle.train.registry import Registry, find_checkpoint
 from treadle.train.report import Report, command_name
 from treadle.train.saver import snapshot_bytes
@@ -55,8 +57,12 @@ class Request:
     run_steps: int | None = None
 
 
-def train(request: Request, stream: IO[str] | None = None) -> Outcome:
-    """Train as asked; everything written goes to `request.out`. See Trainer.run for the end."""
+def train(request: Request, stream: IO[str] | None = None, ranks: Ranks | None = None) -> Outcome:
+    """Train as asked; everything written goes to `request.out`. See Trainer.run for the end.
+
+    ranks: this is rank 0 of them; the others are in `follow`.
+    """
+    ranks = ranks or Ranks()
     out, config = request.out, with_absolute_paths(request.config)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file, not a directory; choose another --out")
@@ -74,19 +80,21 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
         steps = config.train.steps or 0
         start = int(checkpoint.state["step"]) if checkpoint and checkpoint.state else 0
         model = build_model(config) if source is None else adopted_model(config, source.model)
-        backend, why = select_backend(config)
+        backend, why = select_backend(config, ranks)
         if checkpoint is not None and checkpoint.state is not None:
             backend.choices.update(checkpoint.state.get("choices", {}))
-        session = make_session(config, model, backend)
+        session = make_session(config, model, backend, ranks)
         held.enter_context(contextlib.closing(session.executable))
         if new:
             held.enter_context(RunLock(out))
             if Registry(out).entries:
                 raise LockError(f"another process has just made {out}; run the command again")
+        _begin_following(config, session)
         dump_config(config, out / RUN_CONFIG)
         write_environment(out, backend)
         memory = session.executable.memory().total + snapshot_bytes(session.program)
-        tokens = (config.train.batch_size or 0) * session.block_size
+        memory += session.exchange_bytes
+        tokens = session.micro_batch * session.grad_accum * session.block_size
         flops = session.cost().flops / tokens
         report = Report(steps, start=start, stream=stream, flops_per_token=flops, memory=memory)
         with report:
@@ -99,7 +107,7 @@ def train(request: Request, stream: IO[str] | None = None) -> Outcome:
                 trainer.restore(checkpoint)
                 done = "this run is finished" if start >= steps and trainer.line is None else ""
                 report.say(f"{done or 'resuming'} at step {start} from {checkpoint.path}")
-                for line in _changes(checkpoint, config, backend):
+                for line in _changes(checkpoint, config, session):
                     report.say(line)
             else:
                 session.initialise()
@@ -142,21 +150,76 @@ def build_model(config: Config) -> Model:
     return models.build(config.model.architecture, **sizes)
 
 
-def select_backend(config: Config) -> tuple[backends.Backend, str]:
-    """The configuration's device, and why it was chosen."""
+def select_backend(config: Config, ranks: Ranks | None = None) -> tuple[backends.Backend, str]:
+    """The configuration's device, and why it was chosen. Several ranks share a machine's cores."""
     t = config.train
+    if ranks is not None and ranks.size > 1:
+        if t.device not in ("auto", "cpu", "numpy"):
+            raise ConfigError(
+                f"train.device: several ranks train on processors only, not on {t.device}; use "
+                "--device cpu"
+            )
+        device = auto.host() if t.device == "auto" else t.device
+        threads = t.threads or max(1, cpu.default_threads() // ranks.local)
+        return backends.named(device, threads), f"{ranks.size} ranks"
     return backends.select(t.device, t.threads, t.deterministic, t.precision == "tf32")
 
 
-def make_session(config: Config, model: Model, backend: backends.Backend) -> Session:
-    """A session with the configuration's optimizer and batch."""
+def make_session(
+    config: Config, model: Model, backend: backends.Backend, ranks: Ranks | None = None
+) -> Session:
+    """A session with the configuration's optimizer and batch; ConfigError where the batch does not
+    go out even among the ranks."""
     o, t = config.optimizer, config.train
     assert t.batch_size is not None
+    ranks = ranks or Ranks()
+    unit = ranks.size * t.grad_accum
+    if t.batch_size % unit:
+        nearest = unit * max(1, round(t.batch_size / unit))
+        raise ConfigError(
+            f"train.batch_size: {t.batch_size} windows do not go out even over {ranks.size} ranks "
+            f"and {t.grad_accum} accumulation steps; the nearest that do are {nearest}"
+        )
+    ranks.timeout = t.rank_timeout
     settings = OptimizerSettings(o.name, o.betas, o.eps, o.weight_decay, o.momentum, o.grad_clip)
     return Session(
         *(model, backend, settings, t.batch_size, config.window, t.grad_accum, t.seed),
         *("fp32" if t.precision == "tf32" else t.precision, t.recompute),
+        ranks,
     )
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def follow(ranks: Ranks) -> None:
+    """What every rank but the first does: take part in the run that rank 0 has begun."""
+    with StopRequest(quiet=True) as stop:
+        message = ranks.receive()
+        if message is None:
+            return
+        config, model, choices = message
+        backend = select_backend(config, ranks)[0]
+        backend.choices.update(choices)
+        session = make_session(config, model, backend, ranks)
+        session.stop = stop
+        ranks.gather(backend.identity())
+        with contextlib.closing(session.executable):
+            session.follow()
+
+
+def _begin_following(config: Config, session: Session) -> None:
+    """Let the other ranks make their sessions; BackendError where one would compute otherwise."""
+    ranks, backend = session.ranks, session.backend
+    if ranks.size == 1:
+        return
+    ranks.send((config, session.model, backend.choices))
+    for rank, identity in enumerate(ranks.gather(backend.identity())):
+        if identity != backend.identity():
+            raise BackendError(
+                f"rank {rank} on {ranks.hosts[rank]} computes with {identity}, and rank 0 with "
+                f"{backend.identity()}; set TREADLE_ISA to an instruction set that all have"
+            )
 
 
 # ---------------------------------------------------------------- resuming
@@ -237,7 +300,7 @@ def _check_resumable(
         )
 
 
-def _changes(checkpoint: Checkpoint, config: Config, backend: backends.Backend) -> list[str]:
+def _changes(checkpoint: Checkpoint, config: Config, session: Session) -> list[str]:
     """What of a resumed run makes it differ from one at a stretch."""
     assert checkpoint.state is not None
     lines = []
@@ -248,7 +311,7 @@ def _changes(checkpoint: Checkpoint, config: Config, backend: backends.Backend) 
             "ends there, so the learning rate jumps at this point and the run differs from one "
             f"of {now} steps at a stretch"
         )
-    old, new = checkpoint.state["identity"], backend.identity()
+    old, new = checkpoint.state["identity"], session.identity()
     if old != new:
         keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         moved = ", ".join(f"{k} {old.get(k, 'none')} is now {new.get(k, 'none')}" for k in keys)

@@ -20,6 +20,8 @@ from treadle.graph.plan import Plan, plan, unit_of
 from treadle.graph.program import Memory, Program, memory
 from treadle.models.base import Model, declare
 from treadle.train.program import LOSS_LIMIT, OptimizerSettings, add_training
+from treadle.train.ranks import Ranks
+from treadle.train.signals import StopRequest
 
 Arrays = dict[str, np.ndarray]
 Batches = Iterable[tuple[np.ndarray, np.ndarray, int]]  # inputs, targets, targets that count
@@ -47,7 +49,8 @@ class Session:
 
     precision: "fp32", or "bf16" for bfloat16 activations and matrix operands; master weights,
     moments, weight gradients, statistics and losses stay float32. recompute: what is computed again
-    in the backward pass instead of being kept, "none", "gelu" or "block".
+    in the backward pass instead of being kept, "none", "gelu" or "block". ranks: the processes that
+    share a step; batch_size is then that of all together, and a multiple of their number too.
     """
 
     def __init__(
@@ -61,19 +64,24 @@ class Session:
         seed: int = 0,
         precision: str = "fp32",
         recompute: str = "none",
+        ranks: Ranks | None = None,
     ) -> None:
         self.model, self.backend, self.optimizer = model, backend, optimizer
         self.block_size, self.seed = block_size, seed
-        self.micro_batch, self.grad_accum = batch_size // grad_accum, grad_accum
+        self.ranks, self.stop = ranks or Ranks(), StopRequest()
+        self.micro_batch = batch_size // (grad_accum * self.ranks.size)
+        self.grad_accum = grad_accum
         _refuse_too_large(model, self.micro_batch * block_size)
         self.precision = precision
         self.program = self._build(recompute)
         try:
             self.executable = backend.load(self.program)
         except OutOfMemoryError as error:
-            fits = self._largest(error.room, recompute) * grad_accum
+            fits = self._largest(error.room, recompute) * grad_accum * self.ranks.size
             hint = f"a train.batch_size of {fits} fits" if fits else "not even one window fits"
             raise OutOfMemoryError(f"{error}; {hint}", error.room) from error
+        self._shared = False  # whether the other ranks have the weights and the optimizer's state
+        self._sums = Sums(self.program, self.ranks) if self.ranks.size > 1 else None
 
     def _build(self, recompute: str, micro_batch: int | None = None) -> Program:
         sizes = micro_batch or self.micro_batch, self.block_size, self.grad_accum > 1
@@ -107,6 +115,7 @@ class Session:
         """Set every weight."""
         for p in self.model.parameters():
             write_weight(self.executable, p.name, weights[p.name])
+        self._shared = False
 
     def optimizer_state(self, into: Arrays | None = None) -> Arrays:
         """Copies of the optimizer's tensors, `<parameter>.<state>`; `into` as for weights."""
@@ -124,6 +133,7 @@ class Session:
         for name in self._state_names():
             shape = self.program.buffers[name].shape
             self.executable.write(name, state.get(name, np.zeros(shape, np.float32)))
+        self._shared = False
 
     def _state_names(self) -> list[str]:
         return [b.name for b in self.program.buffers.values() if b.role == "state"]
@@ -163,31 +173,76 @@ class Session:
         update is left out, which the device decides by itself. updates: of the weights before
         this one, which Adam's corrections count; `step` when None.
         """
-        run, b1, b2 = self.executable, *self.optimizer.betas
+        b1, b2 = self.optimizer.betas
         count = max(1, int(np.count_nonzero(targets != IGNORE)))
         power = (step if updates is None else updates) + 1
         limit = np.float32(loss_limit * count)
-        run.write("lr", np.float32(lr))
-        run.write("correction1", np.float32(1.0 - b1**power))
-        run.write("correction2", np.float32(1.0 - b2**power))
-        run.write("inv_count", np.float32(1.0 / count))
-        run.write("apply", np.float32(apply))
-        run.write(LOSS_LIMIT, limit if skip_spikes else np.float32(np.inf))
+        scalars = {
+            "lr": np.float32(lr),
+            "correction1": np.float32(1.0 - b1**power),
+            "correction2": np.float32(1.0 - b2**power),
+            "inv_count": np.float32(1.0 / count),
+            "apply": np.float32(apply),
+            LOSS_LIMIT: limit if skip_spikes else np.float32(np.inf),
+        }
+        self._share_state()
+        self.ranks.send((step, inputs, targets, scalars))
+        self._compute(step, inputs, targets, scalars)
+        self._begun = count, float(limit)
+
+    def _compute(
+        self, step: int, inputs: np.ndarray, targets: np.ndarray, scalars: Mapping[str, np.float32]
+    ) -> None:
+        """This rank's part of a step; the others' is added before the update."""
+        run, ranks = self.executable, self.ranks
+        for name, value in scalars.items():
+            run.write(name, value)
         for i in range(self.grad_accum):
-            start = i * self.micro_batch
+            start = (i * ranks.size + ranks.rank) * self.micro_batch
             rows = slice(start, start + self.micro_batch)
             run.write("tokens", inputs[rows])
             run.write("targets", targets[rows])
             run.write("random", np.array([self.seed & 0xFFFFFFFF, step, start, 0], np.uint32))
             micro = "micro_first" if i == 0 else "micro"
-            run.run(*((micro, "update") if i == self.grad_accum - 1 else (micro,)))
-        self._begun = count, float(limit)
+            last = i == self.grad_accum - 1
+            if last and self._sums is not None:
+                run.run(micro)
+                if self._sums.add(run, self.stop.requested):
+                    self.stop.requested = True
+                run.run("update")
+            else:
+                run.run(*((micro, "update") if last else (micro,)))
+
+    def _share_state(self) -> None:
+        """Give the other ranks the weights and the optimizer's state, where they were set since."""
+        if self._shared:
+            return
+        self._shared = True
+        if self.ranks.size > 1:
+            self.ranks.send(True)
+            self.ranks.share([*self.weights().values(), *self.optimizer_state().values()])
+
+    def follow(self) -> None:
+        """Take part in the steps that rank 0 begins, until it ends the run."""
+        while (message := self.ranks.receive()) is not None:
+            if message is not True:
+                self._compute(*message)
+                continue
+            weights, state = self.weights(), self.optimizer_state()
+            self.ranks.share([*weights.values(), *state.values()])
+            self.load_weights(weights)
+            self.load_optimizer(state)
 
     def finish(self) -> StepResult:
         """The result of the step that `begin` started."""
         run, (count, limit) = self.executable, self._begun
         loss = float(run.read("loss"))
         return StepResult(loss / count, float(run.read("norm")), bool(run.read("ok")), loss > limit)
+
+    def identity(self) -> dict[str, str]:
+        """What the bits of a run depend on: its backend, and the number of ranks where several."""
+        several = {"ranks": str(self.ranks.size)} if self.ranks.size > 1 else {}
+        return self.backend.identity() | several
 
     def planned(self, recompute: str) -> tuple[Memory, Cost]:
         """Peak memory and the cost of a step, were it to recompute that; nothing is loaded."""
@@ -202,8 +257,13 @@ class Session:
         threads = getattr(self.backend, "threads", 0)
         return memory(program, plans, threads, unit_of(self.backend.target))
 
+    @property
+    def exchange_bytes(self) -> int:
+        """Memory that the sums over ranks take beside the program's."""
+        return 0 if self._sums is None else self._sums.nbytes
+
     def cost(self) -> Cost:
-        """FLOPs and bytes of one optimizer step."""
+        """FLOPs and bytes of this rank in one optimizer step."""
         return self._cost(self.executable.plans)
 
     def _cost(self, plans: Mapping[str, Plan]) -> Cost:
@@ -214,6 +274,34 @@ class Session:
     def evaluate(self, batches: Batches) -> float:
         """Mean cross-entropy in nats over batches; NaN for none."""
         return evaluate(self.executable, batches)
+
+
+class Sums:
+    """Memory for the gradients and the loss of all ranks, and their sums."""
+
+    def __init__(self, program: Program, ranks: Ranks) -> None:
+        summed = [b for b in program.buffers.values() if b.role == "grad" or b.name == "loss"]
+        total, self.ranks = sum(b.size for b in summed) + 1, ranks
+        self.values = np.zeros(-(-total // ranks.size) * ranks.size, np.float32)
+        self.others = np.zeros((ranks.size, self.values.size // ranks.size), np.float32)
+        self.parts, first = {}, 1  # element 0 counts the ranks that were asked to stop
+        for b in summed:
+            self.parts[b.name] = self.values[first : first + b.size].reshape(b.shape)
+            first += b.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.others.nbytes
+
+    def add(self, run: Executable, stop: bool) -> bool:
+        """Sum `loss` and the gradients over the ranks; whether a stop was asked for on any."""
+        self.values[0] = stop
+        for name, part in self.parts.items():
+            run.read_into(name, part)
+        self.ranks.add(self.values, self.others)
+        for name, part in self.parts.items():
+            run.write(name, part)
+        return bool(self.values[0] > 0)
 
 
 def evaluate(executable: Executable, batches: Batches) -> float:

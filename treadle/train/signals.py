@@ -23,19 +23,23 @@ class StopRequest:
 
     The second leaves the process at once with exit code 130, without any cleaning up: checkpoints
     are whole at every instant, so there is nothing to clean. Outside the main thread signals
-    cannot be caught; the request then stays false.
+    cannot be caught; the request then stays false. quiet: say nothing about it.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, quiet: bool = False) -> None:
+        self.requested, self.quiet = False, quiet
         self._previous: dict[signal.Signals, Any] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            _say(b"\nstopped at once; the last checkpoint is whole\n")
+            self._tell(b"\nstopped at once; the last checkpoint is whole\n")
             os._exit(130)
         self.requested = True
-        _say(b"\nstopping after this step and saving; once more to leave at once\n")
+        self._tell(b"\nstopping after this step and saving; once more to leave at once\n")
+
+    def _tell(self, text: bytes) -> None:
+        if not self.quiet:
+            _say(text)
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():

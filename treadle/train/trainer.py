@@ -65,6 +65,7 @@ class Trainer:
     ) -> None:
         self.config, self.dataset, self.session = config, dataset, session
         self.run_dir, self.report, self.stop = run_dir, report, stop
+        session.stop = stop  # of another rank, too
         train, block = config.train, session.block_size
         assert train.batch_size is not None and train.steps is not None
         self.batch_size, self.steps = train.batch_size, train.steps
@@ -108,7 +109,7 @@ class Trainer:
             "val_loss": self.rank_loss,
             "config": to_dict(self.config),
             "data": self.dataset.digest(),
-            "identity": self.session.backend.identity(),
+            "identity": self.session.identity(),
             "choices": self.session.backend.choices,
             "line": self.line,
             "spikes": self.spikes.state(),
@@ -301,7 +302,9 @@ class Trainer:
             return True
         session = self.session
         windows = eval_windows(self.dataset.val, session.block_size, session.micro_batch)
-        micro_batches = None if batches is None else batches * session.grad_accum
+        micro_batches = (
+            None if batches is None else batches * (self.batch_size // session.micro_batch)
+        )
         loss = session.evaluate(self._until_stop(islice(windows, micro_batches)))
         if self.stop.requested:
             return False
