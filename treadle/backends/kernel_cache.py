@@ -74,7 +74,8 @@ def load_choices(name: str) -> dict[str, int]:
         return {}
 
 
-def store_choices(name: str, choices: dict[str, int]) -> None:
-    """Keep numbers by name, beside those that others stored meanwhile."""
-    merged = load_choices(name) | choices
+def store_choices(name: str, choices: dict[str, int]) -> dict[str, int]:
+    """Keep numbers by name; what others stored meanwhile stays. Returns all that are kept."""
+    merged = choices | load_choices(name)
     store(name, json.dumps(merged, sort_keys=True, indent=0).encode())
+    return merged
