@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.runs import BUSY, ROOT, TIMEOUT, assert_same_run, metrics, steps_of, succeed, write_text
+from runs import (
+    BUSY,
+    ROOT,
+    TIMEOUT,
+    assert_same_run,
+    metrics,
+    steps_of,
+    succeed,
+    wait_for,
+    write_text,
+)
 
 MPIRUN = Path(sys.executable).parent / "mpirun"
 needs_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="needs the extra distributed")
+on_linux = pytest.mark.skipif(
+    not MPIRUN.exists() or not Path("/proc/self/environ").exists(),
+    reason="needs the extra distributed and Linux",
+)
 FLAGS = (*BUSY, "--batch-size", "8")
 
 
@@ -64,3 +79,86 @@ def test_an_uneven_batch_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert "the nearest that do are 6" in lines[0]
     assert not out.exists()
+
+
+# ---------------------------------------------------------------- a rank that is hit
+
+FOREVER = ("--steps", 1_000_000, "--set", "checkpoint.every=50", "--set", "train.eval_every=0")
+
+
+def pid_of(rank: int, out: Path) -> int:
+    """The process of a rank of the run in `out`."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(out).encode() in command and f"PMI_RANK={rank}".encode() in variables:
+            return int(folder.name)
+    raise AssertionError(f"there is no rank {rank}")
+
+
+def hit(rank: int, number: int, text: Path, out: Path, *flags: object) -> tuple[int, str]:
+    """The exit code and stderr of two ranks, one of which gets a signal after a checkpoint."""
+    args = ("--data", text, *FLAGS, *FOREVER, *flags, "--out", out)
+    command = [MPIRUN, "-n", 2, sys.executable, "-m", "treadle", "train", *args]
+    with subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as job:
+        try:
+            wait_for(out, 50)
+            os.kill(pid_of(rank, out), number)
+            return (job.communicate(timeout=TIMEOUT)[1], job.returncode)[::-1]
+        finally:
+            job.kill()
+
+
+def goes_on(text: Path, out: Path) -> None:
+    """The run's last checkpoint is whole, and another number of ranks goes on from it."""
+    last = max(steps_of(out))
+    succeed("train", "--data", text, *FLAGS, *FOREVER, "--run-steps", 3, "--out", out)
+    assert max(steps_of(out)) == last + 3
+
+
+@on_linux
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, rank: int) -> None:
+    text, out = write_text(tmp_path / "text.txt"), tmp_path / "run"
+    code, _ = hit(rank, signal.SIGKILL, text, out)
+    assert code != 0
+    goes_on(text, out)
+
+
+@on_linux
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_is_one_to_all(tmp_path: Path, rank: int) -> None:
+    text, out = write_text(tmp_path / "text.txt"), tmp_path / "run"
+    code, told = hit(rank, signal.SIGTERM, text, out)
+    assert code == 0, told
+    assert max(steps_of(out)) == metrics(out)[-1]["step"]
+    goes_on(text, out)
+
+
+@on_linux
+def test_a_rank_that_is_stuck_is_named(tmp_path: Path) -> None:
+    text, out = write_text(tmp_path / "text.txt"), tmp_path / "run"
+    code, told = hit(1, signal.SIGSTOP, text, out, "--set", "train.rank_timeout=2")
+    assert code == 2 and "nothing came from rank 1 on" in told, told
+    goes_on(text, out)
+
+
+@needs_mpi
+def test_bf16_and_tied_weights(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text.txt")
+    flags = (*FLAGS, "--precision", "bf16", "--steps", 30)
+    losses = []
+    for ranks in (1, 2):
+        done = mpirun(ranks, "--data", text, *flags, "--out", tmp_path / str(ranks))
+        assert done.returncode == 0, done.stderr
+        losses.append([line["loss"] for line in metrics(tmp_path / str(ranks))])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
