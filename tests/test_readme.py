@@ -58,6 +58,9 @@ NOT_RUN = (
     "treadle train --data story.txt --device cuda --precision bf16",
     "treadle train --data story.txt --device opencl",
     *("python -m venv .venv", ". .venv/bin/activate"),
+    # Several processes: test_distributed.py.
+    "pip install 'treadle[distributed]'",
+    "mpirun -n 2 treadle train --data story.txt --device cpu",
     # A whole book, for minutes.
     "treadle train configs/gpt-5m.json --data quijote.txt --set data.val_fraction=0.1",
     "treadle plot runs/gpt-5m -o quijote.png",
