@@ -12,7 +12,8 @@ compiled, and compiled with its CUDA graphs (reduce-overhead), with its fused Ad
 autocast. tinygrad runs its whole step through its JIT.
 
 --llmc names a built train_gpt2cu of llm.c: it takes part in 124m-gpu in bf16, in its own folder,
-where it expects its tokens and gpt2_124M_bf16.bin.
+where it expects its tokens. It has weights and batches of its own, its losses are not compared, and
+its options are its defaults.
 
 MFU is llm.c's: (6 N + 6 L C T) FLOP a token, over the declared peak. memory is the peak on the
 device: ours as planned, PyTorch's as its allocator counts it.
