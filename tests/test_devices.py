@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from opencl_fakes import FakeDevice, FakePlatform, no_pyopencl, pocl, pretend
 from runs import ROOT, fail, run, succeed
 from treadle import backends
-from treadle.backends import auto, cpu, opencl
+from treadle.backends import auto, cpu, first_use, opencl
 from treadle.backends.cpu import CpuBackend
 from treadle.backends.numpy import NumpyBackend
 from treadle.cases import Case, all_cases
@@ -359,3 +360,15 @@ def test_the_reference_model_is_timed_there_and_on_the_cpu(
     rates = [float(x.split()[-1].replace(",", "")) for x in lines if "numpy" in x or "cpu," in x]
     assert len(rates) == 1 + cpu.available() and min(rates) > 0
     assert "467 tokens/s" in lines[-1] and "Vega 8" in lines[-1]
+
+
+def test_what_takes_long_is_told_in_one_line(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path))
+    for patience, lines in ((1e9, []), (-1.0, [f"1 of 4 so far; they are kept in {tmp_path}"])):
+        monkeypatch.setattr(first_use, "PATIENCE", patience)
+        with first_use.shown("a device", 4) as each:
+            assert [*each("ab"), *each("cd")] == list("abcd")
+        told = capsys.readouterr().err.splitlines()
+        assert told == [f"preparing kernels for a device, {line}" for line in lines]

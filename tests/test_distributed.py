@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from runs import (
     wait_for,
     write_text,
 )
+from treadle.errors import BackendError, RankError
+from treadle.train.ranks import Ranks, launched
 
 MPIRUN = Path(sys.executable).parent / "mpirun"
 needs_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="needs the extra distributed")
@@ -79,6 +83,67 @@ def test_an_uneven_batch_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert "the nearest that do are 6" in lines[0]
     assert not out.exists()
+
+
+# ---------------------------------------------------------------- the end
+
+
+class Comm:
+    """A communicator of two ranks that notes what is done."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.done = rank, []  # type: ignore[var-annotated]
+
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return 2
+
+    def allgather(self, item: str) -> list[str]:
+        return [item, "other"]
+
+    def isend(self, message: object, rank: int) -> Comm:
+        self.done.append(("send", message))
+        return self
+
+    def Test(self) -> bool:
+        return True
+
+    def Abort(self, code: int) -> None:
+        self.done.append(("abort", code))
+
+
+@pytest.mark.parametrize(
+    ("rank", "in_step", "error", "done"),
+    [
+        (0, False, None, [("send", None)]),
+        (0, False, BackendError("x"), [("send", None)]),
+        (0, True, BackendError("x"), [("abort", 2)]),
+        (0, False, RankError("x"), [("abort", 2)]),
+        (1, False, None, []),
+        (1, False, BackendError("x"), [("abort", 2)]),
+        (1, False, ValueError("x"), [("abort", 1)]),
+    ],
+)
+def test_how_a_job_ends(
+    rank: int, in_step: bool, error: Exception | None, done: list[tuple[str, object]]
+) -> None:
+    """The others are told to end where they wait for rank 0, and ended where they do not."""
+    comm = Comm(rank)
+    expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
+    with expected, Ranks(SimpleNamespace(COMM_WORLD=comm)) as ranks:
+        ranks.in_step = in_step
+        if error:
+            raise error
+    assert comm.done == done
+
+
+def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(BackendError, match=r"pip install 'treadle\[distributed\]'"):
+        launched()
 
 
 # ---------------------------------------------------------------- a rank that is hit

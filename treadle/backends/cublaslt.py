@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 
 from treadle.backends import gpu, kernel_cache
-from treadle.backends.cuda_driver import checked, driver
 from treadle.errors import BackendError
-from treadle.graph.value import to_bfloat16
 
 WORKSPACE = 32 << 20  # most that an algorithm may take
 CANDIDATES = 8
-NOISE = 16 << 20  # bytes
 REAL = {"f32": 0, "bf16": 14}  # cudaDataType
 COMPUTE_F32, COMPUTE_TF32 = 68, 77  # cublasComputeType_t
 DEFAULT, BIAS, GELU_AUX, DGELU = 1, 4, 32 | 128, 64 | 128  # cublasLtEpilogue_t
@@ -42,7 +39,6 @@ class CublasLt:
         self.handle = lt.create()
         # While algorithms are measured, on the first stream alone.
         self.workspaces = [libraries.allocate(WORKSPACE)]
-        self.noise = 0  # address of random numbers, while algorithms are measured
         self.streams = [int(stream.handle) for stream in backend.streams]
         self.file = "cublaslt-" + kernel_cache.digest(
             *backend.identity().values(), str(lt.get_version())
@@ -91,16 +87,13 @@ class CublasLt:
 
         found = self._algorithms(description, first, second, result)
         key = f"{call.dims} {sorted(kinds.items())} {epilogue} {bool(added != y)}"
-        size = 4 if operands == REAL["f32"] else 2
-        spans = [(a, (k if ta else m) * lda * size), (b, (n if tb else k) * ldb * size)]
-        chosen = found[self._fastest(key, found, start, spans)]
+        chosen = found[self._fastest(key, found, start)]
         return _Product(chosen, start)
 
     def settle(self, needs: list[int]) -> None:
         """Every stream gets the workspace that its products need."""
         (measuring,) = self.workspaces
-        for pointer in filter(None, (measuring, self.noise)):
-            self.libraries.give_back(pointer)
+        self.libraries.give_back(measuring)
         self.workspaces[:] = [self.libraries.allocate(n) if n else 0 for n in needs]
 
     def _set(self, description: int, attribute: Any, value: int, dtype: Any) -> None:
@@ -130,43 +123,25 @@ class CublasLt:
             raise BackendError("cuBLASLt offers no algorithm for a matrix product")
         return [_Algorithm(found, i) for i in range(int(count[0]))]
 
-    def _fastest(self, key: str, found: list[Any], start: Any, spans: list[tuple[int, int]]) -> int:
+    def _fastest(self, key: str, found: list[Any], start: Any) -> int:
         """The index of the algorithm to use: as this run began with, as found before, or measured
-        now. Algorithms differ in the order of their sums, so it can change bits. spans: address
-        and bytes of both operands."""
+        now. Algorithms differ in the order of their sums, so it can change bits."""
         choices = self.backend.choices
         if key in choices:
             self.known[key] = choices[key]
         if key not in self.known:
             times = []
-            for span in spans:
-                self._fill(*span)
             for algorithm in found:
                 try:
                     run = partial(start, algorithm.ptr, algorithm.workspace)
                     times.append(gpu.fastest(run, self.backend.stream.sync))
                 except Exception:
                     times.append(float("inf"))
-            for address, nbytes in spans:
-                checked(driver().cuMemsetD8Async(address, 0, nbytes, self.backend.stream.handle))
             # Of several processes that measure at once the first decides, so that their bits agree.
             measured = {key: times.index(min(times))}
             self.known |= kernel_cache.store_choices(self.file + ".json", measured)
         choices[key] = min(self.known[key], len(found) - 1)
         return choices[key]
-
-    def _fill(self, address: int, nbytes: int) -> None:
-        """Numbers as a training has them: on zeros the device draws less power, clocks higher, and
-        other algorithms win."""
-        if not self.noise:
-            self.noise = self.libraries.allocate(NOISE)
-            values = np.random.default_rng(0).standard_normal(NOISE // 2, np.float32)
-            data = to_bfloat16(values)
-            checked(driver().cuMemcpyHtoD(self.noise, data.ctypes.data, NOISE))
-        for at in range(0, nbytes, NOISE):
-            part = min(NOISE, nbytes - at)
-            stream = self.backend.stream.handle
-            checked(driver().cuMemcpyDtoDAsync(address + at, self.noise, part, stream))
 
     def close(self) -> None:
         """Give the handle back."""

@@ -3,7 +3,8 @@
    The queries of a row of the batch that share a head of keys are numbered by position, then by head;
    a work-group owns OWN of them. Keys are cut into blocks at fixed positions. For each block a query
    gets its largest score, its sum of exponentials and its weighted sum of values, and these are merged
-   in order: here, or by another kernel where the blocks of a query are dealt out among groups (`partial` is there).
+   in order: here, or by another kernel where the blocks of a query are dealt out among groups (then
+   `partial` is there).
    Masked keys and skipped blocks add exact zeros, so that a query has the same bits whichever queries
    are computed beside it.
 

@@ -247,7 +247,7 @@ def matmul_launches(
             slope=slope,
         )
     m, n, k = sizes
-    if slope is not None:  # where registers gain nothing over a second pass
+    if slope is not None:  # a pass of its own, in place
         product = matmul_launches(
             *(target, y, a, b, sizes, dtype, y_dtype),
             transpose_a=transpose_a,

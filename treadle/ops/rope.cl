@@ -29,7 +29,8 @@ DEVICE void angle(float *cosine, float *sine, u64 turn, i64 position) {
 }
 
 /* y, qkv [B,T,(rotated+copied)*2*HALF], which may be the same, start [B] or absent; B T, T, heads to
-   rotate, heads to copy, -1 for the inverse and else 1. A work-item has W pairs of a position. Groups: of these, then of heads. */
+   rotate, heads to copy, -1 for the inverse and else 1. A work-item has W pairs of a position. Groups:
+   of these, then of heads. */
 KERNEL rope(GLOBAL T *y, GLOBAL const T *qkv, GLOBAL const i32 *start, i64 rows, i64 time, i64 rotated,
             i64 copied, i64 sign) {
     const i64 item = GROUP_X * GROUP + ITEM, row = item / (HALF / W);

@@ -49,12 +49,13 @@ class Ranks:
     """This process among `size` ranks. mpi: the module mpi4py.MPI, None for one rank alone.
 
     As a context manager it ends the job: in order, where all is well and where rank 0 has an
-    error to tell; at once, with one line that names the rank, where another one fails.
-    timeout: seconds that an exchange waits for a rank.
+    error to tell; at once, with one line that names the rank, where another one fails, or rank 0
+    in a step. timeout: seconds that an exchange waits for a rank. in_step: whether the others are
+    in a step too, and not waiting for what rank 0 sends.
     """
 
     def __init__(self, mpi: Any = None) -> None:
-        self.mpi, self.timeout = mpi, float("inf")
+        self.timeout, self.in_step = float("inf"), False
         self.comm = None if mpi is None else mpi.COMM_WORLD
         self.rank = 0 if self.comm is None else self.comm.Get_rank()
         self.size = 1 if self.comm is None else self.comm.Get_size()
@@ -62,7 +63,6 @@ class Ranks:
         if self.comm is not None:
             self.hosts = self.comm.allgather(socket.gethostname())
             self.local = self.hosts.count(socket.gethostname())
-        self.ended = False
 
     # ---------------------------------------------------------------- words and numbers
 
@@ -145,7 +145,7 @@ class Ranks:
     ) -> None:
         if self.comm is None:
             return
-        if self.rank == 0 and not isinstance(error, RankError):
+        if self.rank == 0 and not self.in_step and not isinstance(error, RankError):
             self.send(None)
         elif error is not None:
             self._abort(error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -141,18 +142,10 @@ class Session:
     # ---------------------------------------------------------------- running
 
     def step(
-        self,
-        step: int,
-        inputs: np.ndarray,
-        targets: np.ndarray,
-        lr: float,
-        apply: bool = True,
-        loss_limit: float = float("inf"),
-        skip_spikes: bool = True,
-        updates: int | None = None,
+        self, step: int, inputs: np.ndarray, targets: np.ndarray, lr: float, **more: Any
     ) -> StepResult:
         """One optimizer step; arguments as those of `begin`."""
-        self.begin(step, inputs, targets, lr, apply, loss_limit, skip_spikes, updates)
+        self.begin(step, inputs, targets, lr, **more)
         return self.finish()
 
     def begin(
@@ -187,7 +180,9 @@ class Session:
         }
         self._share_state()
         self.ranks.send((step, inputs, targets, scalars))
+        self.ranks.in_step = True
         self._compute(step, inputs, targets, scalars)
+        self.ranks.in_step = False
         self._begun = count, float(limit)
 
     def _compute(
